@@ -1,0 +1,106 @@
+"""What a codec is: how one vector becomes bytes, as planes (data) and as torch maths (imported on use)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpool.errors import PlanError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """One plane a codec keeps for every vector (one token, one head, K or V).
+
+    Attributes:
+        name: `data`, `scale` or `block_scale`.
+        dtype: Container type (a name of `kvpool.dtypes`).
+        containers: Extent of the last axis `C`; 0 for one container a vector without an axis of its own.
+    """
+
+    name: str
+    dtype: str
+    containers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """The vector a codec stores: its length, and the parts of it that have a scale of their own.
+
+    Attributes:
+        segments: Lengths of the parts, in order: `(D,)` for a head, 128s then the rope part for a latent,
+            `quant_block`s for indexer keys, one row each for a state.
+    """
+
+    segments: tuple[int, ...]
+
+    @property
+    def dim(self) -> int:
+        """Number of elements."""
+        return sum(self.segments)
+
+
+class Codec(ABC):
+    """One stored format.
+
+    A subclass says which planes a vector needs and gives the arithmetic that defines the bytes. All maths
+    is fp32 with round-to-nearest-even, no fused multiply-add and no flush to zero, so that every backend
+    agrees to the bit.
+
+    Attributes:
+        name: The name users write.
+        constant_scale: True when a decode scale per layer and plane must be given or calibrated before the
+            first write.
+        native: True when the native backend carries it out; others run on the reference backend.
+    """
+
+    name: str
+    constant_scale: bool = False
+    native: bool = True
+
+    @abstractmethod
+    def planes(self, vector: Vector) -> tuple[PlaneSpec, ...]:
+        """Return the planes of one vector, `data` first.
+
+        Raises:
+            PlanError: A vector of this length cannot be stored in this format.
+        """
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor, vector: Vector, scale: float | None = None) -> dict[str, torch.Tensor]:
+        """Encode vectors.
+
+        Args:
+            x: `[..., D]`, any float dtype; taken as fp32.
+            vector: Lengths and segments of the last axis.
+            scale: The constant decode scale of this layer and plane, for codecs with `constant_scale`.
+
+        Returns:
+            One tensor a plane: `[..., C]`, or `[...]` for planes without `C`, in the container's torch dtype.
+        """
+
+    @abstractmethod
+    def decode(self, planes: Mapping[str, torch.Tensor], vector: Vector, scale: float | None = None) -> torch.Tensor:
+        """Decode what `encode` returned, to fp32 `[..., D]`."""
+
+    def bits_per_element(self, vector: Vector) -> float:
+        """Stored bits for one element of `vector`, scales included."""
+        from kvpool.dtypes import dtype
+
+        total = sum(max(p.containers, 1) * dtype(p.dtype).itemsize for p in self.planes(vector))
+        return 8 * total / vector.dim
+
+
+def need_multiple(codec: str, vector: Vector, multiple: int, why: str) -> None:
+    """Raise `PlanError` unless every segment of `vector` is a multiple of `multiple`."""
+    for segment in vector.segments:
+        if segment % multiple:
+            raise PlanError(
+                f"codec {codec!r} cannot store vectors of {vector.dim} elements: {why}, so {segment} must be a"
+                f" multiple of {multiple}; use fp8 or int8, or give this part a codec of its own"
+            )
