@@ -1,0 +1,1 @@
+"""Serving many sequences: where models come from, scheduling, sampling, continuous batching."""
