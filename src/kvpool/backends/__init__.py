@@ -1,0 +1,37 @@
+"""The table of backends. One file or package a backend; the rest of kvpool asks this table only."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from kvpool.backends.base import Attention, Backend
+from kvpool.errors import UnsupportedError
+
+__all__ = ["BACKENDS", "Attention", "Backend", "get_backend"]
+
+#: Backend name -> (module, class, device types it runs on, may `auto` choose it), best first.
+BACKENDS: dict[str, tuple[str, str, tuple[str, ...], bool]] = {
+    "cpu": ("kvpool.backends.cpu", "CpuBackend", ("cpu",), True),
+    "reference": ("kvpool.backends.reference", "ReferenceBackend", ("cpu", "cuda"), False),
+}
+
+
+def get_backend(name: str, device: str) -> Backend:
+    """Return the backend called `name` (`auto` takes the best for `device`); never falls back.
+
+    Raises:
+        UnsupportedError: The name is unknown, or the backend does not run on the device.
+    """
+    kind = device.split(":")[0]
+    if name == "auto":
+        fitting = [n for n, (_, _, devices, auto) in BACKENDS.items() if auto and kind in devices]
+        if not fitting:
+            raise UnsupportedError(f"no backend may be chosen for device {device!r}; name one of {', '.join(BACKENDS)}")
+        name = fitting[0]
+    if name not in BACKENDS:
+        raise UnsupportedError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")
+    module, attribute, devices, _ = BACKENDS[name]
+    if kind not in devices:
+        raise UnsupportedError(f"backend {name!r} runs on {', '.join(devices)}, not on {device!r}")
+    backend: Backend = getattr(import_module(module), attribute)()
+    return backend

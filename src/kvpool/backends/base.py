@@ -1,0 +1,68 @@
+"""What a backend does: write, attend, score, gather, copy and convert on one device. Knows no ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvpool.kinds import FULL, Lifetime
+from kvpool.pools import Part, Pools
+from kvpool.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The options of one attention call.
+
+    Attributes:
+        scale: Factor on `q . k`.
+        lifetime: Which positions a row sees: all before it, a window, or its chunk.
+        softcap: `c` of `c * tanh(x / c)` on scaled logits; 0 for none.
+        sinks: `[Q]` fp32, an extra logit in the denominator only.
+        indices: `[T, K]` int64 slots a row may see, -1 invalid; None for all.
+        tree: `[T, W]` int64 bit masks: bit `i` of a row says whether it sees draft row `i` of its sequence.
+    """
+
+    scale: float
+    lifetime: Lifetime = FULL
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+    tree: torch.Tensor | None = None
+
+
+class Backend(Protocol):
+    """Carries out operations on parts. Arguments were checked by `kvpool.ops`."""
+
+    name: str
+
+    def write(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
+        """Encode `x [T, H, D]` into the slots `[T]` int64; -1 writes nothing."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: tuple[Part, ...],
+        v: Part,
+        v_dim: int,
+        step: Step,
+        options: Attention,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attend with `q [T, Q, D]` to the sequences of the step; write `out [T, Q, v_dim]`, `lse [T, Q]`.
+
+        The parts of `k` stand one after another on the last axis; `v` may be one of them, read up to `v_dim`.
+        """
+
+    def gather(self, part: Part, blocks: torch.Tensor, num_tokens: int, out: torch.Tensor) -> None:
+        """Decode the first `num_tokens` tokens of the blocks `[M]` int32 into `out [num_tokens, H, D]`."""
+
+    def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks `(source, destination)` of a group, all planes and layers."""
+
+    def move(self, pools: Pools, group: int, slots: Sequence[tuple[int, int]]) -> None:
+        """Copy tokens `(source slot, destination slot)` of a group, all planes and layers."""

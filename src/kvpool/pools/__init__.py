@@ -1,0 +1,59 @@
+"""The physical ledger: slabs of memory and strided views of them. Knows no sequence and no prefix."""
+
+from __future__ import annotations
+
+from kvpool.codecs import get_codec
+from kvpool.plan import Plan
+from kvpool.pools.constants import Constants
+from kvpool.pools.slab import Slab
+from kvpool.pools.views import Part, Plane
+
+__all__ = ["Constants", "Part", "Plane", "Pools", "Slab"]
+
+
+class Pools:
+    """All memory of a plan on one device.
+
+    Args:
+        plan: Shapes, offsets and strides.
+        device: `cpu`.
+        touch: Write every committed byte once, so that no page is faulted in later.
+    """
+
+    def __init__(self, plan: Plan, device: str = "cpu", *, touch: bool = False) -> None:
+        self.plan = plan
+        self.device = device
+        self.slabs = tuple(Slab(group, device, touch=touch) for group in plan.groups)
+        self._parts: dict[tuple[int, str], Part] = {}
+
+    def part(self, layer: int, name: str) -> Part:
+        """Return a part of a layer; the same object every time, also for layers that share it.
+
+        Raises:
+            PlanError: The layer stores no such part.
+        """
+        layer = self.plan.source_layer(layer)
+        if (layer, name) not in self._parts:
+            self._parts[layer, name] = self._make_part(layer, name)
+        return self._parts[layer, name]
+
+    def _make_part(self, layer: int, name: str) -> Part:
+        group, pool, index, factor = self.plan.find(layer, name)
+        slab = self.slabs[group]
+        planes = {}
+        for plane in pool.planes:
+            tensor = slab.plane(plane)[:, index, factor]
+            strides = (plane.strides[0], *plane.strides[3:])
+            address = slab.address + plane.offset + index * plane.strides[1] + factor * plane.strides[2]
+            planes[plane.name] = Plane(tensor, address, strides)
+        return Part(
+            group=group,
+            layer=layer,
+            name=name,
+            codec=get_codec(pool.codec),
+            vector=pool.vector,
+            num_heads=pool.num_heads,
+            tokens_per_block=self.plan.groups[group].tokens_per_block,
+            planes=planes,
+            constants=Constants(),
+        )

@@ -1,0 +1,72 @@
+"""A growing list of tokens and the blocks that hold what was computed of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+from kvpool.ledger import Ledger
+
+
+class Sequence:
+    """One sequence of a cache. Release it, or use it as a context manager.
+
+    Args:
+        ledger: The ledger that keeps it.
+        id: Its id there.
+    """
+
+    __slots__ = ("_ledger", "id", "released")
+
+    def __init__(self, ledger: Ledger, id: int) -> None:
+        self._ledger = ledger
+        self.id = id
+        self.released = False
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.id}{', released' if self.released else ''})"
+
+    def __len__(self) -> int:
+        """Known tokens, computed or not."""
+        return self._ledger.num_tokens(self.id)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids, in order."""
+        return self._ledger.tokens(self.id)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix tree; 0 before the first step."""
+        return self._ledger.num_cached_tokens(self.id)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose keys and values are held."""
+        return self._ledger.num_computed_tokens(self.id)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append known tokens, to be computed by the next step that names this sequence."""
+        self._ledger.append(self.id, list(token_ids))
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` tokens; their blocks go back to the front of the free list."""
+        self._ledger.rewind(self.id, num_tokens)
+
+    def fork(self) -> Sequence:
+        """Return a new sequence with the same tokens that shares all blocks."""
+        return Sequence(self._ledger, self._ledger.fork(self.id))
+
+    def release(self, keep: bool = True) -> None:
+        """Give the blocks back; `keep` leaves what is computed matchable. Doing it twice is no error."""
+        if not self.released:
+            self._ledger.release(self.id, keep=keep)
+            self.released = True
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
