@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from kvpool.codecs.base import Codec, PlaneSpec, Vector
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector
+from kvpool.codecs.fp8 import FP8
+from kvpool.codecs.fp8_tensor import FP8_TENSOR
+from kvpool.codecs.index_fp4 import INDEX_FP4
+from kvpool.codecs.index_fp8 import INDEX_FP8
+from kvpool.codecs.int8 import INT8
+from kvpool.codecs.int8_tensor import INT8_TENSOR
+from kvpool.codecs.nvfp4 import NVFP4
+from kvpool.codecs.nvfp4_token import NVFP4_TOKEN
 from kvpool.codecs.plain import PLAIN
 from kvpool.errors import PlanError
 
-__all__ = ["CODECS", "Codec", "PlaneSpec", "Vector", "get_codec", "register"]
+__all__ = ["CODECS", "Codec", "Counts", "PlaneSpec", "Vector", "get_codec", "register"]
 
 #: Every codec by name. Changed only by `register`.
 CODECS: dict[str, Codec] = {}
@@ -36,5 +44,5 @@ def get_codec(name: str) -> Codec:
         raise PlanError(f"unknown codec {name!r}; known: {', '.join(CODECS)}") from None
 
 
-for _codec in PLAIN:
+for _codec in (*PLAIN, FP8, *FP8_TENSOR, INT8, INT8_TENSOR, NVFP4, NVFP4_TOKEN, INDEX_FP8, INDEX_FP4):
     register(_codec)

@@ -45,6 +45,23 @@ class Vector:
         return sum(self.segments)
 
 
+@dataclass(slots=True)
+class Counts:
+    """What a constant scale did to the elements it was asked to store; grows with every encode.
+
+    Attributes:
+        saturated: Finite elements beyond the largest code, stored as that code. In a format with block scales,
+            only those of a block whose own scale saturated.
+        flushed: Finite elements other than zero stored as zero. In a format with block scales, only those of a
+            block stored as zero altogether.
+        nonfinite: NaN and infinities stored as zero by a format that has no code for them.
+    """
+
+    saturated: int = 0
+    flushed: int = 0
+    nonfinite: int = 0
+
+
 class Codec(ABC):
     """One stored format.
 
@@ -72,16 +89,25 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def encode(self, x: torch.Tensor, vector: Vector, scale: float | None = None) -> dict[str, torch.Tensor]:
+    def encode(
+        self, x: torch.Tensor, vector: Vector, scale: float | None = None, counts: Counts | None = None
+    ) -> dict[str, torch.Tensor]:
         """Encode vectors.
+
+        A NaN or an infinity makes its own vector (or segment, or block of a block scale) decode to NaN, and no
+        other; with a constant scale and no block scales, its own element.
 
         Args:
             x: `[..., D]`, any float dtype; taken as fp32.
             vector: Lengths and segments of the last axis.
             scale: The constant decode scale of this layer and plane, for codecs with `constant_scale`.
+            counts: Added to by codecs with `constant_scale`; others never lose an element this way.
 
         Returns:
             One tensor a plane: `[..., C]`, or `[...]` for planes without `C`, in the container's torch dtype.
+
+        Raises:
+            PlanError: `constant_scale` is true and no scale is given.
         """
 
     @abstractmethod
@@ -94,6 +120,16 @@ class Codec(ABC):
 
         total = sum(max(p.containers, 1) * dtype(p.dtype).itemsize for p in self.planes(vector))
         return 8 * total / vector.dim
+
+
+def need_scale(codec: str, scale: float | None) -> float:
+    """Return `scale`, or raise `PlanError` when a codec with a constant scale has none."""
+    if scale is None:
+        raise PlanError(
+            f"codec {codec!r} stores codes of a constant decode scale and none is set; give it with set_constants,"
+            " measure it with calibrate, or ask for 1.0 with scales='unit'"
+        )
+    return scale
 
 
 def need_multiple(codec: str, vector: Vector, multiple: int, why: str) -> None:

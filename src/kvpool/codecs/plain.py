@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, PlaneSpec, Vector
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector
 from kvpool.dtypes import dtype
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ class Plain(Codec):
     def planes(self, vector: Vector) -> tuple[PlaneSpec, ...]:
         return (PlaneSpec("data", self.name, vector.dim),)
 
-    def encode(self, x: torch.Tensor, vector: Vector, scale: float | None = None) -> dict[str, torch.Tensor]:
+    def encode(
+        self, x: torch.Tensor, vector: Vector, scale: float | None = None, counts: Counts | None = None
+    ) -> dict[str, torch.Tensor]:
         import torch
 
         target: torch.dtype = getattr(torch, dtype(self.name).torch_name)
