@@ -1,0 +1,61 @@
+# `make run`    set up everything, then the main job on the embedded model
+# `make test`   the same set-up, then the tests
+# `make check`  lint, types, quick tests
+# also: build, lint, types, slow, gpu, lock, clean, distclean. Running any twice is quick.
+
+VENV := .venv
+PYTHON_VENV := $(VENV)/bin/python
+BIN := $(CURDIR)/$(VENV)/bin
+PACKAGES := $(VENV)/.packages
+NATIVE_SOURCES = $(shell find native -name '*.cpp' -o -name '*.hpp')
+
+.PHONY: run test check build lint types slow gpu lock clean distclean
+
+run: build
+	$(VENV)/bin/kvpool run
+
+test: build
+	$(PYTHON_VENV) -m pytest -m "not slow and not gpu"
+
+check: lint types test
+
+slow: build
+	$(PYTHON_VENV) -m pytest -m "slow and not gpu"
+
+gpu: build
+	$(PYTHON_VENV) -m pytest -m gpu
+
+# The stamp is newer than what decides about the packages.
+$(PACKAGES): requirements-dev.txt tools/setup.sh
+	@PYTHON="$(PYTHON)" sh tools/setup.sh
+	@touch $@
+
+build/build.ninja: | $(PACKAGES)
+	$(BIN)/cmake -S . -B build -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(BIN)/python >build.log \
+	  || { cat build.log; rm -f build.log; exit 1; }
+	@rm -f build.log
+
+# ninja decides what to compile. A new file replaces the old one: a running process keeps what it has mapped.
+build: $(PACKAGES) build/build.ninja
+	@$(BIN)/cmake --build build
+	@for built in build/_native*.so; do \
+	  cmp -s $$built src/kvpool/$$(basename $$built) || { rm -f src/kvpool/_native*.so; cp $$built src/kvpool/; }; done
+
+lint: $(PACKAGES)
+	$(PYTHON_VENV) -m ruff check .
+	$(PYTHON_VENV) -m ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+types: $(PACKAGES)
+	$(PYTHON_VENV) -m mypy
+
+lock: $(PACKAGES)
+	{ grep '^#' requirements-dev.txt; $(PYTHON_VENV) -m pip freeze --exclude kvpool | sed 's/+cpu$$//'; } >requirements-dev.tmp
+	mv requirements-dev.tmp requirements-dev.txt
+
+clean:
+	rm -rf build dist src/kvpool/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
