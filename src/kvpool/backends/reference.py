@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvpool.backends.base import Attention
+from kvpool.codecs.rotation import restore, transform
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
 from kvpool.step import Step
@@ -31,7 +32,10 @@ class ReferenceBackend:
     def write(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
         keep = slots >= 0
         slots = slots[keep]
-        encoded = part.codec.encode(x[keep], part.vector, part.constants.scale)
+        constants = part.constants
+        constants.freeze()
+        stored = transform(x[keep], constants.smoothing, constants.rotation_block)
+        encoded = part.codec.encode(stored, part.vector, constants.scale, constants.counts)
         block, offset = slots // part.tokens_per_block, slots % part.tokens_per_block
         for name, values in encoded.items():
             part.planes[name].tensor[block, :, offset] = values  # [T, H, C]
@@ -39,7 +43,9 @@ class ReferenceBackend:
     def read(self, part: Part, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Decode the tokens at (block, offset) `[n]`, to fp32 `[n, H, D]`."""
         planes = {name: plane.tensor[block, :, offset] for name, plane in part.planes.items()}
-        return part.codec.decode(planes, part.vector, part.constants.scale)
+        constants = part.constants
+        stored = part.codec.decode(planes, part.vector, constants.scale)
+        return restore(stored, constants.smoothing, constants.rotation_block)
 
     def gather(self, part: Part, blocks: torch.Tensor, num_tokens: int, out: torch.Tensor) -> None:
         token = torch.arange(num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,11 +74,15 @@ class Codec(ABC):
         name: The name users write.
         constant_scale: True when a decode scale per layer and plane must be given or calibrated before the
             first write.
+        quantised: True when smoothing and rotation can help: elements share a scale.
+        largest: Largest decoded magnitude at a constant scale of 1; the calibrated scale is amax over this.
         native: True when the native backend carries it out; others run on the reference backend.
     """
 
     name: str
     constant_scale: bool = False
+    quantised: bool = True
+    largest: float = math.inf
     native: bool = True
 
     @abstractmethod

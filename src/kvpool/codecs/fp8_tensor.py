@@ -16,8 +16,9 @@ class Fp8Tensor(Codec):
 
     constant_scale = True
 
-    def __init__(self, name: str, element: str) -> None:
+    def __init__(self, name: str, element: str, largest: float) -> None:
         self.name = name
+        self.largest = largest
         self._element = element
 
     def planes(self, vector: Vector) -> tuple[PlaneSpec, ...]:
@@ -31,14 +32,11 @@ class Fp8Tensor(Codec):
         from kvpool.codecs import floats
         from kvpool.codecs.scaling import constant, count_elements, reciprocal
 
-        encode, largest = {
-            "e4m3": (floats.encode_e4m3, floats.E4M3_MAX),
-            "e5m2": (floats.encode_e5m2, floats.E5M2_MAX),
-        }[self._element]
+        encode = {"e4m3": floats.encode_e4m3, "e5m2": floats.encode_e5m2}[self._element]
         x = x.float()
         y = x * reciprocal(constant(need_scale(self.name, scale), x))
         codes = encode(torch.where(x.isfinite(), y, torch.nan))
-        count_elements(counts, x, y, codes & 0x7F, largest)
+        count_elements(counts, x, y, codes & 0x7F, self.largest)
         return {"data": codes}
 
     def decode(self, planes: Mapping[str, torch.Tensor], vector: Vector, scale: float | None = None) -> torch.Tensor:
@@ -50,4 +48,4 @@ class Fp8Tensor(Codec):
         return decode(data) * constant(need_scale(self.name, scale), data)
 
 
-FP8_TENSOR = (Fp8Tensor("fp8-tensor", "e4m3"), Fp8Tensor("fp8e5m2-tensor", "e5m2"))
+FP8_TENSOR = (Fp8Tensor("fp8-tensor", "e4m3", 448.0), Fp8Tensor("fp8e5m2-tensor", "e5m2", 57344.0))

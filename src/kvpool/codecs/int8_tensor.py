@@ -16,6 +16,7 @@ class Int8Tensor(Codec):
 
     name = "int8-tensor"
     constant_scale = True
+    largest = 127.0
 
     def planes(self, vector: Vector) -> tuple[PlaneSpec, ...]:
         return (PlaneSpec("data", "int8", vector.dim),)
@@ -25,13 +26,13 @@ class Int8Tensor(Codec):
     ) -> dict[str, torch.Tensor]:
         import torch
 
-        from kvpool.codecs.floats import INT8_MAX, encode_int8
+        from kvpool.codecs.floats import encode_int8
         from kvpool.codecs.scaling import constant, count_elements, reciprocal
 
         x = x.float()
         y = x * reciprocal(constant(need_scale(self.name, scale), x))
         codes = encode_int8(torch.where(x.isfinite(), y, 0.0))
-        count_elements(counts, x, y, codes, INT8_MAX)
+        count_elements(counts, x, y, codes, self.largest)
         if counts is not None:
             counts.nonfinite += int((~x.isfinite()).sum())
         return {"data": codes}

@@ -68,6 +68,7 @@ class Nvfp4(Codec):
 
     name = "nvfp4"
     constant_scale = True
+    largest = 6.0 * 448.0
 
     def planes(self, vector: Vector) -> tuple[PlaneSpec, ...]:
         return nvfp4_planes(self.name, vector)

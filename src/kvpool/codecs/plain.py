@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class Plain(Codec):
     """Elements as they are, in one IEEE or brain format."""
 
+    quantised = False
+
     def __init__(self, name: str) -> None:
         self.name = name
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 #: Smaller blocks spread an outlier over too few channels to help.
 SMALLEST_BLOCK = 32
+#: Range of a smoothing constant.
+SMALLEST_SMOOTHING, LARGEST_SMOOTHING = 2.0**-24, 2.0**24
+#: Finite elements beyond this are cut to it before either map, so that neither can make an infinity of them.
+LARGEST_ELEMENT = 2.0**90
 
 
 def rotation_block(vector: Vector) -> int:
@@ -72,7 +76,12 @@ def transform(x: torch.Tensor, smoothing: torch.Tensor | None, block: int) -> to
         smoothing: fp32 `[H, D]`, or None.
         block: Size of the rotation's blocks; 0 for no rotation.
     """
+    import torch
+
     x = x.float()
+    if smoothing is None and not block:
+        return x
+    x = torch.where(x.isfinite(), x.clamp(-LARGEST_ELEMENT, LARGEST_ELEMENT), x)
     if smoothing is not None:
         x = x / smoothing
     return rotate(x, block) if block else x

@@ -37,6 +37,13 @@ class Pools:
             self._parts[layer, name] = self._make_part(layer, name)
         return self._parts[layer, name]
 
+    @property
+    def constants(self) -> dict[tuple[int, str], Constants]:
+        """The constants of every part of every layer, by (layer, part)."""
+        pools = (pool for group in self.plan.groups for pool in group.pools)
+        keys = sorted((layer, name) for pool in pools for layer in pool.layers for name in pool.parts)
+        return {key: self.part(*key).constants for key in keys}
+
     def _make_part(self, layer: int, name: str) -> Part:
         group, pool, index, factor = self.plan.find(layer, name)
         slab = self.slabs[group]
@@ -46,14 +53,15 @@ class Pools:
             strides = (plane.strides[0], *plane.strides[3:])
             address = slab.address + plane.offset + index * plane.strides[1] + factor * plane.strides[2]
             planes[plane.name] = Plane(tensor, address, strides)
+        codec = get_codec(pool.codec)
         return Part(
             group=group,
             layer=layer,
             name=name,
-            codec=get_codec(pool.codec),
+            codec=codec,
             vector=pool.vector,
             num_heads=pool.num_heads,
             tokens_per_block=self.plan.groups[group].tokens_per_block,
             planes=planes,
-            constants=Constants(),
+            constants=Constants(codec, pool.vector, pool.num_heads, f"layer {layer}, {name}"),
         )
