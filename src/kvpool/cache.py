@@ -189,7 +189,9 @@ class KVCache:
             tensors = (latent, rope) if len(parts.k) == 2 else (torch.cat([latent, rope], -1),)
             ops.write(self.backend, parts.k, tensors, step)
         elif index is None:
-            raise LayoutError(f"layer {layer} stores {self.plan.spec.layers[layer].kinds}; give k and v, or latent and rope")
+            raise LayoutError(
+                f"layer {layer} stores {self.plan.spec.layers[layer].kinds}; give k and v, or latent and rope"
+            )
         if index is not None:
             if parts.index is None:
                 raise LayoutError(f"layer {layer} stores no indexer keys")
@@ -229,9 +231,7 @@ class KVCache:
         options = Attention(
             parts.default_scale if scale is None else scale, parts.lifetime, softcap or 0.0, sinks, indices
         )
-        result, lse = ops.attend(
-            self.backend, q, parts.k, parts.v, parts.v_dim, step, options, out, return_lse
-        )
+        result, lse = ops.attend(self.backend, q, parts.k, parts.v, parts.v_dim, step, options, out, return_lse)
         return result if lse is None else (result, lse)
 
     def read(self, layer: int, sequence: Sequence) -> tuple[torch.Tensor, ...]:

@@ -85,7 +85,9 @@ def attend(
     if options.sinks is not None and options.sinks.shape != (num_q,):
         raise LayoutError(f"sinks must be [Q] = [{num_q}], got {list(options.sinks.shape)}")
     if options.indices is not None and (options.indices.dtype != torch.int64 or options.indices.shape[0] != t):
-        raise LayoutError(f"indices must be [T, K] int64 with T = {t}, got {list(options.indices.shape)} {options.indices.dtype}")
+        raise LayoutError(
+            f"indices must be [T, K] int64 with T = {t}, got {list(options.indices.shape)} {options.indices.dtype}"
+        )
     lse = torch.empty((t, num_q), dtype=torch.float32, device=q.device) if return_lse else None
     backend.attend(q, k, v, v_dim, step, options, out, lse)
     return out, lse

@@ -132,7 +132,9 @@ class Step:
         pages = (lengths + n - 1) // n
         indptr = torch.zeros(self.num_sequences + 1, dtype=torch.int32)
         indptr[1:] = pages.cumsum(0)
-        indices = torch.cat([tables.block_table[s, : int(p)] for s, p in enumerate(pages)]) if len(pages) else indptr[:0]
+        indices = (
+            torch.cat([tables.block_table[s, : int(p)] for s, p in enumerate(pages)]) if len(pages) else indptr[:0]
+        )
         return indptr, indices, (lengths - (pages - 1) * n).int()
 
     def __enter__(self) -> Step:

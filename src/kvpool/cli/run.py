@@ -140,7 +140,9 @@ def run(
     codec: Annotated[str | None, typer.Option(help="Stored format; default: the model's dtype")] = None,
     layout: Annotated[LayoutName, typer.Option(help="Order of the axes in memory")] = LayoutName.HND,
     tokens_per_block: Annotated[int, typer.Option()] = 32,
-    budget: Annotated[str | None, typer.Option(help="Bytes of cache, such as 512MiB; default: what the prompts need")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Bytes of cache, such as 512MiB; default: what the prompts need")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or reference")] = "auto",
     temperature: Annotated[float, typer.Option()] = 0.0,
     top_k: Annotated[int, typer.Option()] = 0,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvpool.codecs import get_codec
+from kvpool.errors import PlanError
 from kvpool.plan import Plan
 from kvpool.pools.constants import Constants
 from kvpool.pools.slab import Slab
-from kvpool.pools.views import Part, Plane
+from kvpool.pools.views import Part, Plane, View, view
 
-__all__ = ["Constants", "Part", "Plane", "Pools", "Slab"]
+__all__ = ["Constants", "Part", "Plane", "Pools", "Slab", "View"]
 
 
 class Pools:
@@ -43,6 +44,19 @@ class Pools:
         pools = (pool for group in self.plan.groups for pool in group.pools)
         keys = sorted((layer, name) for pool in pools for layer in pool.layers for name in pool.parts)
         return {key: self.part(*key).constants for key in keys}
+
+    def view(self, layer: int, part: str, heads: slice = slice(None)) -> View:
+        """Return the planes of the pool that holds a part of a layer (K and V together where they share one).
+
+        Args:
+            layer: Model layer.
+            part: `k`, `v`, `latent`, `rope`, `index`, or a state's name; `kv` is `k`'s pool when it holds both.
+            heads: KV heads wanted.
+        """
+        group, pool, index, _ = self.plan.find(layer, "k" if part == "kv" else part)
+        if part == "kv" and pool.kv_factor != 2:
+            raise PlanError(f"layer {layer} keeps K and V in two pools; view 'k' and 'v'")
+        return view(self.slabs[group], pool, index, heads)
 
     def _make_part(self, layer: int, name: str) -> Part:
         group, pool, index, factor = self.plan.find(layer, name)

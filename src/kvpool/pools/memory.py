@@ -68,7 +68,9 @@ class CpuMemory:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         start = self._libc.mmap(None, length, _PROT_NONE, flags, -1, 0)
         if start in (None, ctypes.c_void_p(-1).value):
-            raise KVError(f"cannot reserve {length} bytes of addresses: {os.strerror(ctypes.get_errno())}; lower max_budget")
+            raise KVError(
+                f"cannot reserve {length} bytes of addresses: {os.strerror(ctypes.get_errno())}; lower max_budget"
+            )
         self.address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self._release = weakref.finalize(self, self._libc.munmap, start, length)
 

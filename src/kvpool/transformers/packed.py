@@ -32,7 +32,9 @@ class PackedLayer(CacheLayerMixin):
         """Store `k, v [1, H, T, D]` and hand the step to the attention function."""
         step = self.owner.step
         if step is None or kwargs is None:
-            raise KVError("a packed forward runs inside `PackedCache.forward`, on a model that passes kwargs to its cache")
+            raise KVError(
+                "a packed forward runs inside `PackedCache.forward`, on a model that passes kwargs to its cache"
+            )
         self.owner.cache.write(self.layer, step, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         kwargs[KWARG] = (self.owner.cache, self.layer, step)
         return key_states, value_states
