@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +17,14 @@ from kvpool.errors import KVError
 
 #: Shared by the default prompts, so that the run shows a prefix computed once.
 SYSTEM_PROMPT = (
-    "You are a patient teacher of computer architecture. You answer questions about memory, caches, bandwidth and latency in"
-    " plain words. First you say in one sentence what the thing is. Then you give one everyday picture of it, such as a kitchen,"
-    " a library or a post office. Then you say what it costs and what it saves, with a number where you know one. You never"
-    " invent numbers: when you do not know one you say so. You keep every answer short, at most five sentences, and you end"
-    " with a single sentence that begins with the words 'In short'. You do not use lists, headings or tables. You speak to a"
-    " reader who can program but has never looked inside a processor, so you explain every word of the trade when it first"
-    " comes up, and you prefer a concrete example to a definition."
+    "You are a patient teacher of computer architecture. You answer questions about memory, caches, bandwidth "
+    "and latency in plain words. First you say in one sentence what the thing is. Then you give one everyday "
+    "picture of it, such as a kitchen, a library or a post office. Then you say what it costs and what it "
+    "saves, with a number where you know one. You never invent numbers: when you do not know one you say so. "
+    "You keep every answer short, at most five sentences, and you end with a single sentence that begins with "
+    "the words 'In short'. You do not use lists, headings or tables. You speak to a reader who can program but"
+    " has never looked inside a processor, so you explain every word of the trade when it first comes up, and "
+    "you prefer a concrete example to a definition."
 )
 DEFAULT_PROMPTS = (
     "What is a cache?",
@@ -37,7 +38,7 @@ DEFAULT_PROMPTS = (
 )
 
 
-class LayoutName(str, Enum):
+class LayoutName(StrEnum):
     """Layouts a pool can have."""
 
     HND = "HND"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from kvpool.engine.sampler import Sampler, Sampling, sample
+from kvpool.engine.sampler import GREEDY, Sampler, Sampling, sample
 from kvpool.sequence import Sequence
 from kvpool.transformers import PackedCache
 
@@ -24,7 +25,7 @@ class Request:
     prompt_ids: SequenceOf[int]
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Timing:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_s: float = 0.0
-    peak_blocks_used: int = 0
+    peak_blocks: tuple[int, ...] = ()
 
 
 def generate(

@@ -34,6 +34,9 @@ class Sampling:
             raise KVError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
+GREEDY = Sampling()
+
+
 class Sampler:
     """Samples one request, reproducibly: equal seeds give equal tokens whatever else is in the batch."""
 

@@ -49,7 +49,8 @@ def paged_attention(
     call: tuple[KVCache, int, Step] | None = kwargs.get(KWARG)
     if call is None:
         raise UnsupportedError(
-            f"{type(module).__name__} calls attention {ATTENTION_NAME!r} without a kvpool cache; pass cache=PagedCache(model)"
+            f"{type(module).__name__} calls attention {ATTENTION_NAME!r} without a kvpool cache;"
+            " pass cache=PagedCache(model)"
         )
     if dropout:
         raise UnsupportedError(f"attention dropout {dropout} is not supported; call model.eval()")
