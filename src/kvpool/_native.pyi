@@ -1,0 +1,6 @@
+"""Native kernels and ledger core of kvpool: what native/bind*.cpp exports, one section an area."""
+
+# --- cpu (bind.cpp) -------------------------------------------------------------------------------------------
+
+def best_isa() -> int: ...
+def has_sha() -> bool: ...
