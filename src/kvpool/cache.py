@@ -69,6 +69,8 @@ class KVCache:
         self.ledger = Ledger(plan, policy=policy) if clock is None else Ledger(plan, clock=clock, policy=policy)
         self._layers = tuple(self._resolve(layer) for layer in range(plan.spec.num_layers))
         self._buffers = (StepBuffers(plan), StepBuffers(plan))
+        for buffers in self._buffers:
+            self.backend.prepare(self.pools, buffers)
         self._turn = 0
 
     def _resolve(self, layer: int) -> LayerParts:
@@ -138,7 +140,9 @@ class KVCache:
         self._turn ^= 1
         for group, copies in decision.copies_by_group():
             self.backend.copy(self.pools, group, copies)
-        return Step(buffers, decision, self._close)
+        step = Step(buffers, decision, self._close)
+        self.backend.begin(step)
+        return step
 
     def _close(self, step: Step, failed: bool) -> None:
         if failed:
@@ -241,11 +245,14 @@ class KVCache:
         if parts.v is None:
             raise PlanError(f"layer {layer} stores no keys")
         table, length = self.ledger.table(sequence.id, parts.v.group)
-        blocks = torch.tensor(table, dtype=torch.int32)
+        n = parts.v.tokens_per_block
+        token = torch.arange(length)
+        block = torch.tensor(table, dtype=torch.int64)[token // n]
+        slots = torch.where(block >= 0, block * n + token % n, -1)
         out = []
         for part in dict.fromkeys((*parts.k, parts.v)):
             tensor = torch.empty((length, part.num_heads, part.vector.dim))
-            self.backend.gather(part, blocks, length, tensor)
+            self.backend.read(part, slots, tensor)
             out.append(tensor)
         return tuple(out)
 

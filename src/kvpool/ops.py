@@ -43,8 +43,7 @@ def write(backend: Backend, parts: tuple[Part, ...], tensors: tuple[torch.Tensor
         raise LayoutError("write needs an open step; this one has ended")
     for part, x in zip(parts, tensors, strict=True):
         check(part.name, x, (step.total_tokens, part.num_heads, part.vector.dim), "[T, H, D]")
-    for part, x in zip(parts, tensors, strict=True):
-        backend.write(part, x, step.groups[part.group].slots)
+    backend.write(parts, tensors, step)
 
 
 def attend(

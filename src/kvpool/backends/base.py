@@ -10,7 +10,7 @@ import torch
 
 from kvpool.kinds import FULL, Lifetime
 from kvpool.pools import Part, Pools
-from kvpool.step import Step
+from kvpool.step import Step, StepBuffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,14 @@ class Backend(Protocol):
 
     name: str
 
-    def write(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
-        """Encode `x [T, H, D]` into the slots `[T]` int64; -1 writes nothing."""
+    def prepare(self, pools: Pools, buffers: StepBuffers) -> None:
+        """Learn the addresses of a step's buffers; called once for each."""
+
+    def begin(self, step: Step) -> None:
+        """Partition the attention work of a step; called once a step, before any other call for it."""
+
+    def write(self, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:
+        """Encode `[T, H, D]` for each part into the step's slots; a slot of -1 writes nothing."""
 
     def attend(
         self,
@@ -58,11 +64,14 @@ class Backend(Protocol):
         The parts of `k` stand one after another on the last axis; `v` may be one of them, read up to `v_dim`.
         """
 
-    def gather(self, part: Part, blocks: torch.Tensor, num_tokens: int, out: torch.Tensor) -> None:
-        """Decode the first `num_tokens` tokens of the blocks `[M]` int32 into `out [num_tokens, H, D]`."""
+    def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode the tokens at `slots [n]` int64 into `out [n, H, D]`; a slot of -1 gives zeros."""
 
     def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks `(source, destination)` of a group, all planes and layers."""
 
     def move(self, pools: Pools, group: int, slots: Sequence[tuple[int, int]]) -> None:
-        """Copy tokens `(source slot, destination slot)` of a group, all planes and layers."""
+        """Copy tokens `(source slot, destination slot)` of a group one after another, all planes and layers."""
+
+    def forget(self) -> None:
+        """Drop what was derived from constants, after they were thawed."""

@@ -10,7 +10,7 @@ from kvpool.backends.base import Attention
 from kvpool.codecs.rotation import restore, transform
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
-from kvpool.step import Step
+from kvpool.step import Step, StepBuffers
 
 
 def visible(query: torch.Tensor, key: torch.Tensor, lifetime: Lifetime) -> torch.Tensor:
@@ -29,28 +29,41 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def write(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
-        keep = slots >= 0
-        slots = slots[keep]
-        constants = part.constants
-        constants.freeze()
-        stored = transform(x[keep], constants.smoothing, constants.rotation_block)
-        encoded = part.codec.encode(stored, part.vector, constants.scale, constants.counts)
-        block, offset = slots // part.tokens_per_block, slots % part.tokens_per_block
-        for name, values in encoded.items():
-            part.planes[name].tensor[block, :, offset] = values  # [T, H, C]
+    def prepare(self, pools: Pools, buffers: StepBuffers) -> None:
+        pass
 
-    def read(self, part: Part, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    def begin(self, step: Step) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def write(self, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:
+        for part, x in zip(parts, tensors, strict=True):
+            slots = step.groups[part.group].slots
+            keep = slots >= 0
+            block, offset = slots[keep] // part.tokens_per_block, slots[keep] % part.tokens_per_block
+            constants = part.constants
+            constants.freeze()
+            stored = transform(x[keep], constants.smoothing, constants.rotation_block)
+            encoded = part.codec.encode(stored, part.vector, constants.scale, constants.counts)
+            for name, values in encoded.items():
+                part.planes[name].tensor[block, :, offset] = values  # [T, H, C]
+
+    def decode(self, part: Part, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Decode the tokens at (block, offset) `[n]`, to fp32 `[n, H, D]`."""
         planes = {name: plane.tensor[block, :, offset] for name, plane in part.planes.items()}
         constants = part.constants
+        constants.freeze()
         stored = part.codec.decode(planes, part.vector, constants.scale)
         return restore(stored, constants.smoothing, constants.rotation_block)
 
-    def gather(self, part: Part, blocks: torch.Tensor, num_tokens: int, out: torch.Tensor) -> None:
-        token = torch.arange(num_tokens)
-        block = blocks.long()[token // part.tokens_per_block]
-        out.copy_(self.read(part, block, token % part.tokens_per_block))
+    def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
+        held = slots >= 0
+        out.zero_()
+        out[held] = self.decode(part, slots[held] // part.tokens_per_block, slots[held] % part.tokens_per_block).to(
+            out.dtype
+        )
 
     def attend(
         self,
@@ -80,8 +93,8 @@ class ReferenceBackend:
                 seen &= (options.indices[rows][:, :, None] == slots).any(1)
             if options.tree is not None:
                 seen &= _tree_visible(options.tree[rows], token, int(position[0]))
-            keys = torch.cat([self.read(part, block, offset) for part in k], -1)
-            values = self.read(v, block, offset)[..., :v_dim]
+            keys = torch.cat([self.decode(part, block, offset) for part in k], -1)
+            values = self.decode(v, block, offset)[..., :v_dim]
             _attend_rows(q[rows], keys, values, seen, options, out[rows], None if lse is None else lse[rows])
 
     def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:

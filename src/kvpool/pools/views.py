@@ -32,9 +32,9 @@ class Plane:
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a kernel needs to know of one part of one layer.
+    """What a kernel needs to know of one part of one layer. There is one object a part, compared by identity.
 
     Attributes:
         group: Index of the group, hence of the step's tables.
