@@ -76,14 +76,12 @@ class Codec(ABC):
             first write.
         quantised: True when smoothing and rotation can help: elements share a scale.
         largest: Largest decoded magnitude at a constant scale of 1; the calibrated scale is amax over this.
-        native: True when the native backend carries it out; others run on the reference backend.
     """
 
     name: str
     constant_scale: bool = False
     quantised: bool = True
     largest: float = math.inf
-    native: bool = True
 
     @abstractmethod
     def planes(self, vector: Vector) -> tuple[PlaneSpec, ...]:
