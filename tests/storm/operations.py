@@ -1,0 +1,177 @@
+"""What can be done to a cache, each at random. An operation returns what it did, or None if it could not be done.
+
+To add one: write a function, say how often (`weight`) and which public methods it exercises. `test_storm` fails for
+a public method of the cache that no operation exercises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import kvpool as kv
+
+from .world import Live, Storm, split
+
+VOCABULARY = 5  # Few tokens, so that prefixes meet by chance too.
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A function of the storm, how often it comes, and the public methods it exercises."""
+
+    run: Callable[[Storm], str | None]
+    weight: int
+    covers: tuple[str, ...]
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(weight: int, *covers: str) -> Callable[[Callable[[Storm], str | None]], Callable[[Storm], str | None]]:
+    """Register an operation under its function's name."""
+
+    def add(function: Callable[[Storm], str | None]) -> Callable[[Storm], str | None]:
+        OPERATIONS[function.__name__] = Operation(function, weight, covers)
+        return function
+
+    return add
+
+
+class Planned(Exception):
+    """The failure a step is made to have."""
+
+
+@operation(10, "KVCache.sequence", "Sequence.tokens")
+def open_prompt(storm: Storm) -> str | None:
+    """A new prompt: fresh, or a cut of an old one with something else behind it; now and then a tenant's own."""
+    rng = storm.rng
+    if len(storm.live) >= 8:
+        return None
+    extras = (rng.choice([None, None, None, "tenant"]), rng.choice([None, None, None, 7]))
+    tokens: list[int] = []
+    known = [*storm.past, *((live.extras, live.tokens) for live in storm.live)]
+    if known and rng.random() < 0.7:
+        tokens = list(rng.choice(known)[1])
+        tokens = tokens[: rng.choice([len(tokens), rng.randint(0, len(tokens))])]
+    tokens += [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 3, rng.randint(1, 40)]))]
+    limit = rng.choice([None, None, None, rng.randint(0, len(tokens))])
+    seq = storm.cache.sequence(tokens, salt=extras[0], lora_id=extras[1], max_cached_tokens=limit)
+    storm.must(list(seq.tokens) == tokens, "tokens of a new sequence")
+    storm.live.append(Live(seq, tokens, extras, limit))
+    return f"{seq} {len(tokens)} tokens, {extras}"
+
+
+@operation(40, "KVCache.step", "KVCache.write", "KVCache.attend", "KVCache.extend", "Sequence.num_cached_tokens")
+def serve(storm: Storm) -> str | None:
+    """A step for some sequences: prefill, chunked prefill and decode mixed; sometimes it fails halfway."""
+    rng = storm.rng
+    ready = [live for live in storm.live if live.computed < len(live.tokens)]
+    if not ready:
+        return None
+    items = [(live, rng.choice([1, 3, 16, 1000])) for live in split(rng, ready, 6)]
+    commit, fail = rng.random() < 0.9, rng.random() < 0.1
+    before = storm.cache.stats()
+    try:
+        step = storm.cache.step([(live.seq, most) for live, most in items], commit=commit)
+    except kv.OutOfBlocks as error:
+        return refused(storm, items, before, error)
+    try:
+        with step:
+            rows = storm.check_step(step, items)
+            storm.forward(step, rows)
+            if fail:
+                raise Planned
+    except Planned:
+        return f"{[live.seq.id for live, _ in items]} failed on purpose"
+    storm.ended(rows, commit)
+    sampled = [rows[row][0] for row in step.sample_seqs.tolist()]
+    ids = [rng.randrange(VOCABULARY) for _ in sampled]
+    storm.cache.extend(step, ids)
+    for live, token in zip(sampled, ids, strict=True):
+        live.tokens.append(token)
+        live.extend_links()
+    return f"{[(live.seq.id, first, count) for live, first, count in rows]}{'' if commit else ' uncommitted'}"
+
+
+def refused(storm: Storm, items: list[tuple[Live, int]], before: object, error: kv.OutOfBlocks) -> str:
+    """A refusal must be honest, name who did not fit, and leave everything as it was."""
+    after = storm.cache.stats()
+    for name in ("used", "cached", "free", "committed"):
+        storm.must(getattr(before, name) == getattr(after, name), f"a refused step changed {name}")
+    ids = [live.seq.id for live, _ in items]
+    storm.must(bool(error.sequences) and set(error.sequences) <= set(ids), f"{error.sequences} did not fit, of {ids}")
+    if all(group.lifetime is not None and group.name == "full" for group in storm.plan.groups):
+        n = storm.case.tokens_per_block
+        need = sum(
+            -(-min(len(live.tokens), live.computed + most) // n) - -(-live.computed // n) + 1 for live, most in items
+        )
+        storm.must(need > after.free + after.cached, f"refused, though {need} blocks are enough: {error}")
+    return f"{ids} refused"
+
+
+@operation(6, "Sequence.extend", "Sequence.num_computed_tokens")
+def append_known(storm: Storm) -> str | None:
+    """Tokens the caller knows: the next turn of a conversation."""
+    if not storm.live:
+        return None
+    live = storm.rng.choice(storm.live)
+    if len(live.tokens) > 200:
+        return None
+    storm.must(live.seq.num_computed_tokens == live.computed, f"{live.seq.num_computed_tokens} tokens are computed")
+    tokens = [storm.rng.randrange(VOCABULARY) for _ in range(storm.rng.randint(1, 9))]
+    live.seq.extend(tokens)
+    live.tokens += tokens
+    live.extend_links()
+    return f"{live.seq} +{len(tokens)}"
+
+
+@operation(6, "Sequence.rewind")
+def rewind(storm: Storm) -> str | None:
+    """Forget the last tokens, over block borders too, also into what was matched."""
+    able = [live for live in storm.live if live.admitted and len(live.tokens) > 1]
+    if not able:
+        return None
+    live = storm.rng.choice(able)
+    count = storm.rng.choice([1, storm.rng.randint(1, len(live.tokens) - 1)])
+    live.seq.rewind(count)
+    del live.tokens[len(live.tokens) - count :]
+    del live.links[len(live.tokens) :]
+    live.computed = min(live.computed, len(live.tokens))
+    storm.must(list(live.seq.tokens) == live.tokens, "tokens after a rewind")
+    return f"{live.seq} -{count}"
+
+
+@operation(5, "Sequence.fork")
+def fork(storm: Storm) -> str | None:
+    """A second sequence over the same blocks; both go on, each its own way."""
+    able = [live for live in storm.live if live.admitted]
+    if not able or len(storm.live) >= 8:
+        return None
+    live = storm.rng.choice(able)
+    twin = Live(live.seq.fork(), list(live.tokens), live.extras, live.limit, list(live.links), live.computed, True)
+    storm.live.append(twin)
+    return f"{live.seq} -> {twin.seq}"
+
+
+@operation(8, "Sequence.release")
+def release(storm: Storm) -> str | None:
+    """Let go, keeping what is computed matchable or not; sometimes twice."""
+    if not storm.live:
+        return None
+    live = storm.live.pop(storm.rng.randrange(len(storm.live)))
+    keep = storm.rng.random() < 0.8
+    live.seq.release(keep=keep)
+    if keep:
+        storm.committed |= set(live.links[: live.computed])
+    storm.past = [*storm.past[-20:], (live.extras, live.tokens)]
+    if storm.rng.random() < 0.2:
+        live.seq.release(keep=keep)
+    return f"{live.seq} keep={keep}"
+
+
+@operation(3)
+def pass_time(storm: Storm) -> str | None:
+    """The clock moves; durations of retention run out."""
+    storm.now += storm.rng.choice([0.1, 5.0])
+    return f"now {storm.now:.1f}"

@@ -1,0 +1,382 @@
+"""One cache in a storm, and what must be true of it at every moment. Knows tokens and content, no blocks of its own."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import kvpool as kv
+from kvpool.backends.reference import restore, transform
+from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, SharedKind
+from kvpool.sequence import Sequence
+from kvpool.step import Step
+
+from . import content
+
+#: How sharp an aimed query is: its target's logit; all others are far below, so the answer is one value.
+AIM = 40.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination the storm blows over.
+
+    Attributes:
+        num_blocks: Blocks every group gets at first, roughly; few, so that eviction never rests.
+        tolerance: On attention outputs of magnitude 128; 0.3 covers probabilities and values rounded to bf16.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    codec: str | Mapping[str, object] = "bf16"
+    layout: str = "HND"
+    tokens_per_block: int = 4
+    backend: str = "reference"
+    num_blocks: int = 30
+    query_groups: int = 2
+    tolerance: float = 2e-3
+    max_step_tokens: int = 64
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Live:
+    """What the world knows of one live sequence.
+
+    Attributes:
+        links: One a token: its whole history (content.extend).
+        computed: Tokens whose content is held.
+        admitted: A step has named it, so its prompt has been matched.
+        limit: Its `max_cached_tokens`.
+    """
+
+    seq: Sequence
+    tokens: list[int]
+    extras: tuple[object, ...]
+    limit: int | None = None
+    links: list[int] = field(default_factory=list)
+    computed: int = 0
+    admitted: bool = False
+
+    def __post_init__(self) -> None:
+        self.extend_links()
+
+    def extend_links(self) -> None:
+        content.extend(self.links, content.root(self.extras), self.tokens[len(self.links) :])
+
+
+class Fault(AssertionError):
+    """The cache did what it must not do."""
+
+
+class Storm:
+    """A cache, the sequences that live in it, and every history that was ever made matchable.
+
+    Args:
+        case: Codec, layout, kinds, backend.
+        seed: Decides everything.
+    """
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case = case
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.torch_rng = torch.Generator().manual_seed(seed)
+        self.now = 0.0
+        self.spec = kv.CacheSpec(layers=case.layers, dtype="bf16", max_seq_len=512)
+        self.plan = self._plan()
+        self.cache = kv.KVCache(self.plan, backend=case.backend, clock=lambda: self.now)
+        self._set_constants()
+        self._poison()
+        self.live: list[Live] = []
+        self.committed: set[int] = set()
+        self.past: list[tuple[tuple[object, ...], list[int]]] = []
+        self.log: deque[str] = deque(maxlen=12)
+        self.counts: dict[str, int] = {}
+
+    # --- making it ------------------------------------------------------------------------------------------
+
+    def _plan(self) -> kv.Plan:
+        case = self.case
+        options = {
+            "codec": case.codec,
+            "layout": case.layout,
+            "tokens_per_block": case.tokens_per_block,
+            "max_sequences": 8,
+            "max_step_tokens": case.max_step_tokens,
+            "typical_seq_len": 64,
+            **case.options,
+        }
+        roomy = kv.make_plan(self.spec, budget=1 << 26, **options)
+        budget = sum(-(-g.bytes_per_block * case.num_blocks // 4096) * 4096 for g in roomy.groups)
+        return kv.make_plan(self.spec, budget=budget, **options)
+
+    def _set_constants(self) -> None:
+        """K and V get decode scales of their own, neither of them 1."""
+        for (_, name), constants in self.cache.pools.constants.items():
+            if constants.codec.constant_scale:
+                constants.set(scale=1.7 if name == "k" else 0.9)
+
+    def _poison(self) -> None:
+        """Fill all memory with ones: NaN in every float format, and no history's content."""
+        for slab in self.cache.pools.slabs:
+            for block in range(slab.num_blocks):
+                for piece in slab.block_bytes(block):
+                    piece.fill_(0xFF)
+
+    # --- what must be stored --------------------------------------------------------------------------------
+
+    def parts(self, layer: int) -> tuple[tuple[Any, ...], Any, int]:
+        """Return (parts that make up a key, part that holds values, elements of a value) of an attention layer."""
+        layer = self.plan.source_layer(layer)
+        for kind in self.spec.layers[layer].kinds:
+            if isinstance(kind, KVKind):
+                return (self.cache.pools.part(layer, "k"),), self.cache.pools.part(layer, "v"), kind.v_head_dim
+            if isinstance(kind, LatentKind):
+                latent = self.cache.pools.part(layer, "latent")
+                joint = latent.vector.dim == kind.kv_lora_rank + kind.qk_rope_head_dim
+                keys = (latent,) if joint else (latent, self.cache.pools.part(layer, "rope"))
+                return keys, latent, kind.kv_lora_rank
+        raise LookupError(layer)
+
+    def given(self, layer: int, part: str, links: list[int]) -> torch.Tensor:
+        """What the model hands to `write` for these tokens: fp32 `[T, H, D]`."""
+        for kind in self.spec.layers[layer].kinds:
+            if isinstance(kind, KVKind) and part in ("k", "v"):
+                dim = kind.head_dim if part == "k" else kind.v_head_dim
+                return content.vectors(links, layer, part, kind.num_kv_heads, dim)
+            if isinstance(kind, LatentKind) and part in ("latent", "rope"):
+                dim = kind.kv_lora_rank if part == "latent" else kind.qk_rope_head_dim
+                return content.vectors(links, layer, part, 1, dim)
+            if isinstance(kind, IndexerKind) and part == "index":
+                return content.vectors(links, layer, part, 1, kind.index_head_dim)
+        raise LookupError((layer, part))
+
+    def stored(self, part: Any, links: list[int]) -> torch.Tensor:
+        """What a part must give back for these tokens: what was given, through its codec; fp32 `[T, H, D]`."""
+        x = self.given(part.layer, part.name, links)
+        if x.shape[-1] != part.vector.dim:  # a latent with its rope part behind it
+            x = torch.cat([x, self.given(part.layer, "rope", links)], -1)
+        c = part.constants
+        encoded = part.codec.encode(transform(x, c.smoothing, c.rotation_block), part.vector, c.scale)
+        return restore(part.codec.decode(encoded, part.vector, c.scale), c.smoothing, c.rotation_block)
+
+    @staticmethod
+    def visible(positions: torch.Tensor, num_tokens: int, lifetime: Lifetime | None) -> torch.Tensor:
+        """Which tokens `[n]` the rows at `positions` `[q]` see: bool `[q, n]`."""
+        token, row = torch.arange(num_tokens)[None], positions[:, None].long()
+        seen = token <= row
+        if lifetime is not None and lifetime.window is not None:
+            seen &= (token > row - lifetime.window) | (token < lifetime.sink_tokens)
+        if lifetime is not None and lifetime.chunk is not None:
+            seen &= token >= row // lifetime.chunk * lifetime.chunk
+        return seen
+
+    # --- prefixes -------------------------------------------------------------------------------------------
+
+    def most_cached(self, live: Live, also: set[int] = frozenset()) -> int:  # type: ignore[assignment]
+        """The longest prefix a match may find: made matchable once, and one token left to compute."""
+        known = 0
+        for link in live.links[: len(live.tokens) - 1]:
+            if link not in self.committed and link not in also:
+                break
+            known += 1
+        return known if live.limit is None else min(known, live.limit)
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def check_step(self, step: Step, items: list[tuple[Live, int]]) -> list[tuple[Live, int, int]]:
+        """Compare a step's tensors with what the world knows; return (sequence, first token, tokens) a table row."""
+        by_id = {live.seq.id: (live, most) for live, most in items}
+        rows, start_row, samples, written_here = [], 0, [], set()
+        room = self.case.max_step_tokens
+        for row, handle in enumerate(step.sequences):
+            live, most = by_id[handle]
+            first = int(step.positions[start_row])
+            count = int(step.num_tokens[row])
+            if not live.admitted:
+                cached = live.seq.num_cached_tokens
+                self.must(first == cached, f"starts at {first}, num_cached_tokens says {cached}")
+                bound = self.most_cached(live, written_here)
+                self.must(cached <= bound, f"{cached} tokens matched, at most {bound} were ever matchable")
+            else:
+                self.must(first == live.computed, f"starts at {first}, {live.computed} are computed")
+            self.must(0 < count <= min(most, len(live.tokens) - first, room), f"{count} tokens of at most {most}")
+            stop_row = start_row + count
+            want = live.tokens[first : first + count]
+            self.must(step.token_ids[start_row:stop_row].tolist() == want, "wrong token ids")
+            self.must(step.positions[start_row:stop_row].tolist() == list(range(first, first + count)), "positions")
+            if first + count == len(live.tokens):
+                samples.append((stop_row - 1, row))
+            n = self.case.tokens_per_block
+            written_here |= set(live.links[: (first + count) // n * n])
+            rows.append((live, first, count))
+            start_row, room = stop_row, room - count
+        self.must(step.cu_seqlens.tolist()[-1] == start_row == step.total_tokens, "rows do not add up")
+        pairs = list(zip(step.last_rows.tolist(), step.sample_seqs.tolist(), strict=True))
+        self.must(pairs == samples, f"samples are {pairs}, must be {samples}")
+        for index, tables in enumerate(step.groups):
+            if not self.plan.groups[index].is_state:
+                self._check_tables(tables, rows, index)
+        return rows
+
+    def _check_tables(self, tables: Any, rows: list[tuple[Live, int, int]], index: int) -> None:
+        n, row0, seen = self.plan.groups[index].tokens_per_block, 0, set()
+        for row, (_, first, count) in enumerate(rows):
+            self.must(int(tables.seq_lens[row]) == first + count, "seq_lens is not the length after the step")
+            slots = tables.slots[row0 : row0 + count].tolist()
+            table = tables.block_table[row].tolist()
+            for position, slot in zip(range(first, first + count), slots, strict=True):
+                want = table[position // n] * n + position % n
+                self.must(slot in (want, -1), f"position {position} is written to slot {slot}, its table says {want}")
+                self.must(slot == -1 or slot not in seen, f"slot {slot} is written twice")
+                seen.add(slot)
+            row0 += count
+
+    def forward(self, step: Step, rows: list[tuple[Live, int, int]]) -> None:
+        """Be the model: write every layer, attend at every layer, and verify what comes out."""
+        links = [link for live, first, count in rows for link in live.links[first : first + count]]
+        for layer, spec in enumerate(self.spec.layers):
+            for kind in spec.kinds:
+                if isinstance(kind, SharedKind):
+                    continue
+                names = {KVKind: ("k", "v"), LatentKind: ("latent", "rope"), IndexerKind: ("index",)}[type(kind)]
+                self.cache.write(layer, step, **{name: self.given(layer, name, links) for name in names})
+            if any(isinstance(kind, KVKind | LatentKind | SharedKind) for kind in spec.kinds):
+                self._attend(layer, step, rows)
+
+    def _attend(self, layer: int, step: Step, rows: list[tuple[Live, int, int]]) -> None:
+        """Half of the query heads see everything alike (q = 0), half aim at one visible token each."""
+        key_parts, value_part, v_dim = self.parts(layer)
+        lifetime = self.plan.groups[value_part.group].lifetime
+        heads, groups = value_part.num_heads, self.case.query_groups
+        queries, answers, totals = [], [], []
+        for live, first, count in rows:
+            links = live.links[: first + count]
+            seen = self.visible(torch.arange(first, first + count), len(links), lifetime)  # [q, n]
+            keys = torch.cat([self.stored(part, links) for part in key_parts], -1)  # [n, H, D]
+            values = self.stored(value_part, links)[..., :v_dim]
+            aimed = torch.rand(count, heads * groups, generator=self.torch_rng) < 0.5  # [q, Q]
+            draw = torch.rand(count, heads * groups, len(links), generator=self.torch_rng)
+            target = (draw * seen[:, None]).argmax(-1)  # [q, Q], always a visible token
+            head = torch.arange(heads * groups) // groups
+            goal = keys[target, head]  # [q, Q, D]
+            queries.append(goal * (AIM / goal.square().sum(-1, keepdim=True)) * aimed[..., None])
+            flat = torch.einsum("qn,nhd->qhd", seen.double(), values.double()) / seen.sum(-1)[:, None, None]
+            answers.append(torch.where(aimed[..., None], values[target, head], flat[:, head].float()))
+            totals.append(torch.where(aimed, torch.nan, seen.sum(-1)[:, None].float().log()))
+        out, lse = self.cache.attend(layer, step, torch.cat(queries), scale=1.0, return_lse=True)
+        off = (out.float() - torch.cat(answers)).abs().amax(-1)  # [T, Q]
+        if not bool((off <= self.case.tolerance).all()):
+            row, q = divmod(int(off.nan_to_num(torch.inf).argmax()), off.shape[1])
+            raise Fault(f"layer {layer}, row {row}, query head {q}: attention is off by {float(off[row, q]):.3g}")
+        total = torch.cat(totals)
+        self.must(torch.allclose(lse[~total.isnan()], total[~total.isnan()], atol=1e-3), "lse of equal logits")
+
+    def ended(self, rows: list[tuple[Live, int, int]], commit: bool) -> None:
+        """A step has ended well: what it computed is held, and with `commit` matchable."""
+        for live, first, count in rows:
+            live.admitted = True
+            live.computed = first + count
+            if commit:
+                self.committed |= set(live.links[: live.computed])
+
+    # --- audits ---------------------------------------------------------------------------------------------
+
+    def audit(self, live: Live) -> None:
+        """Read back all a sequence holds and compare every vector that its next token would see."""
+        if not live.computed:
+            return
+        for layer, spec in enumerate(self.spec.layers):
+            if not any(isinstance(kind, KVKind | LatentKind | SharedKind) for kind in spec.kinds):
+                continue
+            key_parts, value_part, _ = self.parts(layer)
+            lifetime = self.plan.groups[value_part.group].lifetime
+            seen = self.visible(torch.tensor([live.computed]), live.computed, lifetime)[0]
+            parts = dict.fromkeys((*key_parts, value_part))
+            for part, got in zip(parts, self.cache.read(layer, live.seq), strict=True):
+                self.must(len(got) == live.computed, f"read gives {len(got)} tokens, {live.computed} are computed")
+                want = self.stored(part, live.links[: live.computed])
+                wrong = ((got != want).flatten(1).any(1) & seen).nonzero().flatten()
+                if len(wrong):
+                    place = int(wrong[0])
+                    found = self.explain(part, got[place])
+                    raise Fault(f"{live.seq}: layer {layer}, {part.name}, position {place} holds {found}")
+
+    def explain(self, part: Any, vector: torch.Tensor) -> str:
+        """Say whose vector this is, of all histories the world knows."""
+        for extras, tokens in [*((live.extras, live.tokens) for live in self.live), *self.past]:
+            links: list[int] = []
+            content.extend(links, content.root(extras), tokens)
+            for layer, spec in enumerate(self.spec.layers):
+                names = [p for k in spec.kinds for p in (("k", "v") if isinstance(k, KVKind) else ("latent", "rope"))]
+                for name in [] if any(isinstance(k, SharedKind) for k in spec.kinds) else names:
+                    other = self.cache.pools.part(layer, name)
+                    if other.vector != part.vector or other.num_heads != part.num_heads:
+                        continue
+                    hit = (self.stored(other, links) == vector).flatten(1).all(1).nonzero()
+                    if len(hit):
+                        return f"position {int(hit[0])} of tokens {tokens[:8]}..., {extras}, layer {layer}, {name}"
+        return f"no known content: {vector.flatten()[:6].tolist()}..."
+
+    def account(self) -> None:
+        """Counters add up, and the ledger's own invariants hold."""
+        self.cache.check()
+        stats = self.cache.stats()
+        total = stats.used + stats.cached + stats.free
+        self.must(total == stats.committed, f"used + cached + free = {total}, committed = {stats.committed}")
+        held = any(live.computed for live in self.live)
+        self.must(held or stats.used == 0 or bool(self.pinned()), f"nothing is held, {stats.used} blocks are used")
+
+    def pinned(self) -> list[Any]:
+        """Pins that are out; operations that pin replace this."""
+        return []
+
+    def must(self, holds: bool, what: str) -> None:
+        """Raise unless it holds."""
+        if not holds:
+            raise Fault(what)
+
+    # --- the storm itself -----------------------------------------------------------------------------------
+
+    def run(self, num_operations: int, operations: Mapping[str, Any]) -> None:
+        """Do random operations, and after each account, and audit one sequence; at the end audit all."""
+        names = list(operations)
+        weights = [operations[name].weight for name in names]
+        try:
+            for _ in range(num_operations):
+                name = self.rng.choices(names, weights)[0]
+                done = operations[name].run(self)
+                if done is None:
+                    continue  # not possible now
+                self.counts[name] = self.counts.get(name, 0) + 1
+                self.log.append(f"{name} {done}")
+                self.account()
+                if self.live:
+                    self.audit(self.rng.choice(self.live))
+            for live in self.live:
+                self.audit(live)
+            self._drain()
+        except Exception as error:
+            steps = "\n  ".join(self.log)
+            raise Fault(
+                f"{self.case.name}, seed {self.seed}, after {sum(self.counts.values())} operations: {error}\n"
+                f"last operations:\n  {steps}\nreproduce: pytest tests/storm -k '{self.case.name}' --storm-seed {self.seed}"
+            ) from error
+
+    def _drain(self) -> None:
+        """Release everything: nothing is held any more."""
+        for live in self.live:
+            live.seq.release()
+        self.live.clear()
+        self.account()
+
+
+def split(rng: random.Random, live: list[Live], most: int) -> Iterator[Live]:
+    """Yield a random choice of at most `most` sequences, in random order."""
+    yield from rng.sample(live, min(len(live), rng.randint(1, most)))
