@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
+
+#: The storm needs a ledger to blow over.
+collect_ignore = [] if find_spec("kvpool.ledger") else ["storm"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

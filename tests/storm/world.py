@@ -366,7 +366,8 @@ class Storm:
             steps = "\n  ".join(self.log)
             raise Fault(
                 f"{self.case.name}, seed {self.seed}, after {sum(self.counts.values())} operations: {error}\n"
-                f"last operations:\n  {steps}\nreproduce: pytest tests/storm -k '{self.case.name}' --storm-seed {self.seed}"
+                f"last operations:\n  {steps}\n"
+                f"reproduce: pytest tests/storm -k '{self.case.name}' --storm-seed {self.seed}"
             ) from error
 
     def _drain(self) -> None:
