@@ -196,14 +196,13 @@ class CpuBackend:
 
     def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         slab = pools.slabs[group]
-        plan = slab.group
-        pieces = len(plan.layers) if plan.layer_first else 1
-        row = plan.bytes_per_block // pieces
         ids = torch.tensor(pairs, dtype=torch.int32).T.contiguous()  # [2, n]
-        _native.copy_blocks(
-            self._workers, slab.address, row, plan.layer_pitch_bytes, slab.address, row, plan.layer_pitch_bytes,
-            row, pieces, ids[0].data_ptr(), ids[1].data_ptr(), ids.shape[1],
-        )  # fmt: skip
+        for part in slab.group.ranges:
+            start, row, pitch = slab.address + part.offset, part.row_bytes, part.pitch_bytes
+            _native.copy_blocks(
+                self._workers, start, row, pitch, start, row, pitch,
+                row, part.num_rows, ids[0].data_ptr(), ids[1].data_ptr(), ids.shape[1],
+            )  # fmt: skip
 
     def move(self, pools: Pools, group: int, slots: Sequence[tuple[int, int]]) -> None:
         slab = pools.slabs[group]

@@ -37,13 +37,11 @@ class Slab:
 
     def _ranges(self, old: int, new: int) -> list[tuple[int, int]]:
         """Byte ranges that blocks `[old, new)` add to those of `[0, old)`, in whole granules."""
-        group, granule = self.group, self.memory.granule_bytes
-        if group.layer_first:
-            row = group.bytes_per_block // len(group.layers)
-            starts = [i * group.layer_pitch_bytes for i in range(len(group.layers))]
-        else:
-            row, starts = group.bytes_per_block, [0]
-        return [(s + align(row * old, granule), s + align(row * new, granule)) for s in starts]
+        granule = self.memory.granule_bytes
+        return [
+            (start + align(row * old, granule), start + align(row * new, granule))
+            for start, row in self.group.pieces(0)
+        ]
 
     def resize(self, num_blocks: int) -> None:
         """Commit or give back memory at the end, so that blocks `[0, num_blocks)` can be used.
@@ -70,9 +68,4 @@ class Slab:
 
     def block_bytes(self, block: int) -> list[torch.Tensor]:
         """Return the pieces of one block as uint8 views: one, or one a layer when layer-first."""
-        group = self.group
-        if not group.layer_first:
-            return [self.bytes[block * group.bytes_per_block : (block + 1) * group.bytes_per_block]]
-        row = group.bytes_per_block // len(group.layers)
-        starts = [i * group.layer_pitch_bytes + block * row for i in range(len(group.layers))]
-        return [self.bytes[s : s + row] for s in starts]
+        return [self.bytes[start : start + size] for start, size in self.group.pieces(block)]
