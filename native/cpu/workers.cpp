@@ -1,0 +1,106 @@
+#include "cpu/workers.hpp"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <new>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvpool {
+
+namespace {
+
+// Long enough to bridge the Python code between two layers, short enough not to steal a core from others.
+constexpr int kSpins = 2000;
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+uint8_t* Scratch::reserve(size_t bytes) {
+  if (bytes > size_) {
+    std::free(memory_);
+    size_ = (bytes + 4095) / 4096 * 4096;
+    memory_ = static_cast<uint8_t*>(std::aligned_alloc(4096, size_));
+    if (memory_ == nullptr) {
+      size_ = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return memory_;
+}
+
+Scratch::~Scratch() { std::free(memory_); }
+
+Workers::Workers(int num_threads) : num_threads_(num_threads) {
+  for (int i = 0; i < num_threads_; ++i) scratch_.push_back(std::make_unique<Scratch>());
+  start();
+}
+
+void Workers::start() {
+  owner_pid_ = getpid();
+  for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { loop(i); });
+}
+
+Workers::~Workers() {
+  if (owner_pid_ != getpid()) {  // a forked child: the threads are not here
+    for (auto& thread : threads_) thread.detach();
+    return;
+  }
+  stop_.store(true);
+  generation_.fetch_add(1);
+  generation_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+void Workers::drain(Scratch& scratch) {
+  for (int64_t i = next_.fetch_add(1); i < num_items_; i = next_.fetch_add(1)) body_(context_, i, scratch);
+}
+
+void Workers::loop(int worker) {
+  uint32_t seen = 0;
+  for (;;) {
+    for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) pause_cpu();
+    generation_.wait(seen, std::memory_order_acquire);
+    seen = generation_.load(std::memory_order_acquire);
+    if (stop_.load()) return;
+    drain(*scratch_[worker]);
+    if (busy_.fetch_sub(1, std::memory_order_acq_rel) == 1) busy_.notify_one();
+  }
+}
+
+void Workers::run(Body body, void* context, int64_t num_items) {
+  std::lock_guard lock(run_mutex_);
+  if (num_threads_ == 1 || num_items <= 1) {
+    for (int64_t i = 0; i < num_items; ++i) body(context, i, *scratch_[0]);
+    return;
+  }
+  if (owner_pid_ != getpid()) {  // after a fork the child starts threads of its own
+    for (auto& thread : threads_) thread.detach();
+    threads_.clear();
+    generation_.store(0);
+    start();
+  }
+  body_ = body;
+  context_ = context;
+  num_items_ = num_items;
+  next_.store(0);
+  busy_.store(num_threads_ - 1);
+  generation_.fetch_add(1, std::memory_order_release);
+  generation_.notify_all();
+  drain(*scratch_[0]);
+  for (int spin = 0; spin < kSpins && busy_.load(std::memory_order_acquire) != 0; ++spin) pause_cpu();
+  for (int left = busy_.load(std::memory_order_acquire); left != 0; left = busy_.load(std::memory_order_acquire))
+    busy_.wait(left, std::memory_order_acquire);
+}
+
+}  // namespace kvpool

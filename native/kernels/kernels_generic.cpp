@@ -1,0 +1,9 @@
+// The shared kernels compiled for one instruction set.
+#include "kernels/isa.hpp"
+#include "kernels/kernels_impl.hpp"
+
+namespace kvpool {
+
+Kernels generic_kernels() { return shared_kernels(); }
+
+}  // namespace kvpool

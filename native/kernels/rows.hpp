@@ -1,0 +1,69 @@
+// Write and read of single vectors: the codec's own arithmetic around the options.
+#pragma once
+
+#include "kernels/codecs/table.hpp"
+#include "kernels/transform.hpp"
+
+namespace kvpool {
+namespace {
+
+// Tokens [begin, end) of a write, all heads.
+template <CodecId codec>
+void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
+  const Store& s = *a.store;
+  alignas(64) float x[kMaxDim];
+  const int64_t mask = s.tokens_per_block - 1;
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t slot = a.slots[t];
+    if (slot < 0) continue;
+    for (int h = 0; h < s.num_heads; ++h) {
+      load_row(a.src.at(t, h), a.src.dtype, s.dim, x);
+      to_stored(s, h, x);
+      Codec<codec>::encode(s, x, place(s, slot >> s.block_shift, h, static_cast<int>(slot & mask)));
+    }
+  }
+}
+
+// Tokens [begin, end) of a read, all heads.
+template <CodecId codec>
+void read_rows(const ReadArgs& a, int64_t begin, int64_t end) {
+  const Store& s = *a.store;
+  alignas(64) float x[kMaxDim];
+  const int64_t mask = s.tokens_per_block - 1;
+  for (int64_t t = begin; t < end; ++t)
+    for (int h = 0; h < s.num_heads; ++h) {
+      const int64_t slot = a.slots[t];
+      if (slot < 0) {
+        std::memset(x, 0, sizeof(float) * static_cast<size_t>(s.dim));
+      } else {
+        Codec<codec>::decode(s, place(s, slot >> s.block_shift, h, static_cast<int>(slot & mask)), x);
+        from_stored(s, h, x, s.dim);
+      }
+      store_row(x, a.out.dtype, s.dim, a.out.at(t, h));
+    }
+}
+
+// Tokens [n, n + count) of one block as fp32 rows of pitch `ld`: the codec's values, options not undone.
+template <CodecId codec>
+void decode_run(const Store& s, int64_t b, int h, int n, int count, float* out, int64_t ld) {
+  for (int i = 0; i < count; ++i) Codec<codec>::decode(s, place(s, b, h, n + i), out + i * ld);
+}
+
+struct CodecFunctions {
+  void (*write)(const WriteArgs&, int64_t, int64_t);
+  void (*read)(const ReadArgs&, int64_t, int64_t);
+  void (*decode_run)(const Store&, int64_t, int, int, int, float*, int64_t);
+};
+
+template <CodecId codec>
+constexpr CodecFunctions functions_of() {
+  return {write_rows<codec>, read_rows<codec>, decode_run<codec>};
+}
+
+// In the order of CodecId.
+constexpr CodecFunctions kCodecs[] = KVPOOL_CODEC_TABLE;
+
+inline const CodecFunctions& codec_functions(const Store& s) { return kCodecs[static_cast<int>(s.codec)]; }
+
+}  // namespace
+}  // namespace kvpool

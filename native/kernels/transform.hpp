@@ -1,0 +1,54 @@
+// The two options of quantised codecs: smoothing (a factor per head and channel) and rotation (normalised
+// Hadamard in blocks of `rotation_block` channels, its own inverse).
+#pragma once
+
+#include "kernels/simd.hpp"
+
+namespace kvpool {
+namespace {
+
+// x [dim] <- H x, block by block: butterflies of span 1, 2, 4, ..., then one product by fl32(1 / sqrt(block)).
+inline void rotate(float* x, int dim, int block) {
+  const float norm = 1.0f / std::sqrt(static_cast<float>(block));
+  for (int begin = 0; begin < dim; begin += block) {
+    float* y = x + begin;
+    for (int span = 1; span < block; span *= 2)
+      for (int i = 0; i < block; i += 2 * span)
+        for (int j = i; j < i + span; ++j) {
+          const float a = y[j], b = y[j + span];
+          y[j] = a + b;
+          y[j + span] = a - b;
+        }
+    for (int i = 0; i < block; ++i) y[i] *= norm;
+  }
+}
+
+// What is stored, from what the model computed.
+inline void to_stored(const Store& s, int head, float* x) {
+  if (s.smoothing != nullptr) {
+    const float* f = s.smoothing + int64_t{head} * s.dim;
+    for (int i = 0; i < s.dim; ++i) x[i] = x[i] / f[i];
+  }
+  if (s.rotation) rotate(x, s.dim, s.rotation_block);
+}
+
+// The inverse, on the first `dim` channels.
+inline void from_stored(const Store& s, int head, float* x, int dim) {
+  if (s.rotation) rotate(x, dim, s.rotation_block);
+  if (s.smoothing != nullptr) {
+    const float* f = s.smoothing + int64_t{head} * s.dim;
+    for (int i = 0; i < dim; ++i) x[i] = x[i] * f[i];
+  }
+}
+
+// A query that meets stored keys: smoothing goes to the other factor of the product.
+inline void to_query(const Store& s, int head, float* q) {
+  if (s.smoothing != nullptr) {
+    const float* f = s.smoothing + int64_t{head} * s.dim;
+    for (int i = 0; i < s.dim; ++i) q[i] = q[i] * f[i];
+  }
+  if (s.rotation) rotate(q, s.dim, s.rotation_block);
+}
+
+}  // namespace
+}  // namespace kvpool
