@@ -15,8 +15,9 @@ import kvpool
 ROOT = Path(__file__).resolve().parents[1]
 
 PUBLIC = {
-    "CacheSpec", "Codec", "KVError", "LayoutError", "OutOfBlocks", "Plan", "PlanError",
-    "PlanMismatch", "Pools", "SpecError", "TierError", "UnsupportedError", "make_plan", "register",
+    "CacheSpec", "Codec", "KVCache", "KVError", "LayoutError", "Ledger", "Media", "OutOfBlocks", "Plan",
+    "PlanError", "PlanMismatch", "Pools", "Retention", "Sequence", "SpecError", "Step", "TierError",
+    "UnsupportedError", "make_plan", "register",
 }  # fmt: skip
 
 

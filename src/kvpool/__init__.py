@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvpool.cache import KVCache as KVCache
     from kvpool.codecs import Codec as Codec
     from kvpool.codecs import register as register
     from kvpool.errors import KVError as KVError
@@ -19,10 +20,15 @@ if TYPE_CHECKING:
     from kvpool.errors import SpecError as SpecError
     from kvpool.errors import TierError as TierError
     from kvpool.errors import UnsupportedError as UnsupportedError
+    from kvpool.ledger import Ledger as Ledger
+    from kvpool.ledger import Media as Media
+    from kvpool.ledger import Retention as Retention
     from kvpool.plan import Plan as Plan
     from kvpool.plan import make_plan as make_plan
     from kvpool.pools import Pools as Pools
+    from kvpool.sequence import Sequence as Sequence
     from kvpool.spec import CacheSpec as CacheSpec
+    from kvpool.step import Step as Step
 
 __version__ = "0.1.0"
 
@@ -30,14 +36,20 @@ __version__ = "0.1.0"
 _HOMES = {
     "CacheSpec": "kvpool.spec",
     "Codec": "kvpool.codecs",
+    "KVCache": "kvpool.cache",
     "KVError": "kvpool.errors",
     "LayoutError": "kvpool.errors",
+    "Ledger": "kvpool.ledger",
+    "Media": "kvpool.ledger",
     "OutOfBlocks": "kvpool.errors",
     "Plan": "kvpool.plan",
     "PlanError": "kvpool.errors",
     "PlanMismatch": "kvpool.errors",
     "Pools": "kvpool.pools",
+    "Retention": "kvpool.ledger",
+    "Sequence": "kvpool.sequence",
     "SpecError": "kvpool.errors",
+    "Step": "kvpool.step",
     "TierError": "kvpool.errors",
     "UnsupportedError": "kvpool.errors",
     "make_plan": "kvpool.plan",

@@ -12,7 +12,7 @@ from kvpool import ops
 from kvpool.backends import Attention, get_backend
 from kvpool.errors import LayoutError, PlanError
 from kvpool.kinds import FULL, IndexerKind, KVKind, LatentKind, Lifetime
-from kvpool.ledger import Ledger, Retention
+from kvpool.ledger import Ledger, Media, Retention, Stats
 from kvpool.plan import Plan
 from kvpool.pools import Part, Pools
 from kvpool.sequence import Sequence
@@ -101,7 +101,7 @@ class KVCache:
         *,
         salt: str | bytes | None = None,
         lora_id: int | str | None = None,
-        media: SequenceOf[object] = (),
+        media: SequenceOf[Media] = (),
         retention: SequenceOf[Retention] = (),
         max_cached_tokens: int | None = None,
     ) -> Sequence:
@@ -139,7 +139,7 @@ class KVCache:
         decision = self.ledger.begin_step([(seq.id, most) for seq, most in items], buffers.arrays, commit=commit)
         self._turn ^= 1
         for group, copies in decision.copies_by_group():
-            self.backend.copy(self.pools, group, copies)
+            self.backend.copy(self.pools, group, [(c.src, c.dst) for c in copies])
         step = Step(buffers, decision, self._close)
         self.backend.begin(step)
         return step
@@ -258,7 +258,7 @@ class KVCache:
 
     # --- whole cache ----------------------------------------------------------------------------------------
 
-    def stats(self) -> object:
+    def stats(self) -> Stats:
         """Return the counters of the ledger (a frozen dataclass)."""
         return self.ledger.stats()
 

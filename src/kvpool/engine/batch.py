@@ -92,7 +92,8 @@ def generate(
             ids = sample(logits, [samplers[index] for index in owners])
             cache.extend(step, ids)
             _count(timing, step.total_tokens, len(ids), time.perf_counter() - started)
-            timing.peak_blocks_used = max(timing.peak_blocks_used, cache.ledger.stats().used)
+            used = [group.used for group in cache.stats().groups]
+            timing.peak_blocks = tuple(map(max, used, timing.peak_blocks or used))
             for index, token in zip(owners, ids, strict=True):
                 answer, request = answers[index], requests[index]
                 answer.cached_tokens = sequences[index].num_cached_tokens

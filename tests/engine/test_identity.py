@@ -1,0 +1,140 @@
+"""Greedy tokens of the main job equal those of transformers with its own cache, on the embedded model in fp32."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kvpool as kv
+from kvpool.engine.batch import Request, generate
+from kvpool.engine.embedded import load_model
+from kvpool.transformers import PackedCache, register_attention
+
+pytestmark = pytest.mark.model
+
+NEW_TOKENS = 48
+#: A token may differ only where the two best logits of transformers' own run are closer than this.
+NEAR_TIE = 1e-4
+LENGTHS = (5, 17, 64, 129, 250, 511, 900, 1500)
+
+
+@dataclass
+class Expected:
+    """What transformers generates, and how sure it is of each token."""
+
+    tokens: list[int]
+    margins: list[float]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.set_num_threads(2)
+    network, tokenizer = load_model(None, "fp32", notify=lambda text: None)
+    return network, tokenizer
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    """Eight prompts cut from real text; the last four share their first 200 tokens."""
+    import pydoc_data.topics
+
+    _, tokenizer = model
+    ids = tokenizer(
+        "\n".join(pydoc_data.topics.topics[t] for t in ("assert", "assignment", "class", "import"))
+    ).input_ids
+    rows = [ids[100 * i : 100 * i + n] for i, n in enumerate(LENGTHS)]
+    return rows[:4] + [ids[:200] + row[200:] for row in rows[4:]]
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    network, _ = model
+    network.set_attn_implementation("sdpa")
+    out = []
+    for row in prompts:
+        result = network.generate(
+            torch.tensor([row]),
+            attention_mask=torch.ones(1, len(row), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = [logits[0].topk(2).values for logits in result.logits]
+        out.append(Expected(result.sequences[0, len(row) :].tolist(), [float(b[0] - b[1]) for b in best]))
+    return out
+
+
+def run(model, prompts, *, together: bool, rounds: int = 1, **settings):
+    """Generate with kvpool; with two rounds the second finds its prompts in the prefix tree."""
+    network, _ = model
+    backend = settings.pop("backend")
+    network.set_attn_implementation(register_attention())
+    spec = kv.CacheSpec.from_config(network.config)
+    plan = kv.make_plan(
+        spec, num_blocks=9000 // settings["tokens_per_block"], codec="fp32", max_seq_len=2048, **settings
+    )
+    cache = kv.KVCache(plan, backend=backend)
+    packed = PackedCache(cache, network)
+    requests = [Request(row, NEW_TOKENS) for row in prompts]
+    for _ in range(rounds):
+        batches = [requests] if together else [[r] for r in requests]
+        answers = [answer for batch in batches for answer in generate(packed, batch)]
+        cache.check()
+    network.set_attn_implementation("sdpa")
+    return answers, cache
+
+
+def assert_same(answers, expected):
+    """Every token is equal, up to the first near-tie of transformers' own run; returns how many those were."""
+    ties = 0
+    for answer, want in zip(answers, expected, strict=True):
+        assert len(answer.token_ids) == len(want.tokens)
+        for got, token, margin in zip(answer.token_ids, want.tokens, want.margins, strict=True):
+            if got != token:
+                assert margin < NEAR_TIE, f"token {got} instead of {token}, decided by {margin}"
+                ties += 1
+                break  # what follows has another history
+    return ties
+
+
+LAYOUTS, SIZES, BACKENDS = ("HND", "NHD"), (16, 32, 64), ("cpu", "reference")
+#: Every pair of (layout, size), (layout, backend), (size, backend), (reuse, each), (batched, each) occurs.
+PAIRWISE = [
+    ("HND", 16, "cpu", True, True),
+    ("NHD", 32, "cpu", True, False),
+    ("HND", 64, "cpu", False, False),
+    ("NHD", 64, "cpu", True, True),
+    ("NHD", 16, "reference", False, True),
+    ("HND", 32, "reference", True, True),
+]
+
+
+@pytest.mark.parametrize(("layout", "size", "backend", "together", "reuse"), PAIRWISE)
+def test_greedy_tokens_are_those_of_transformers(model, prompts, expected, layout, size, backend, together, reuse):
+    answers, cache = run(
+        model, prompts, together=together, rounds=1 + reuse, backend=backend, layout=layout, tokens_per_block=size
+    )
+    ties = assert_same(answers, expected)
+    print(f"{ties} near-ties")
+    for answer, row in zip(answers, prompts, strict=True):
+        if reuse:  # every full block of the prompt, but for the one that holds its last token
+            assert answer.cached_tokens >= (len(row) - 1) // size * size
+    stats = cache.stats()
+    assert stats.used + stats.cached + stats.free == stats.committed
+    assert stats.used == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "size", "backend", "together", "reuse"),
+    itertools.product(LAYOUTS, SIZES, BACKENDS, (True, False), (True, False)),
+)
+def test_greedy_tokens_are_those_of_transformers_in_every_setting(
+    model, prompts, expected, layout, size, backend, together, reuse
+):
+    test_greedy_tokens_are_those_of_transformers(model, prompts, expected, layout, size, backend, together, reuse)
