@@ -1,0 +1,92 @@
+#include "ledger/arrays.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvpool::ledger {
+
+void StepArrays::fill_row(size_t g, int32_t r, const Sequence& s) {
+  const Held& held = s.held[g];
+  const int32_t size = static_cast<int32_t>(held.table.size());
+  int32_t* row = groups[g].block_table + r * groups[g].table_width;
+  Row& seen = rows_[g * max_sequences + r];
+  if (seen.sequence == s.id && seen.generation == s.generation) {
+    for (int32_t i = seen.front; i < std::min(held.front, seen.size); ++i) row[i] = held.table[i];
+    std::copy(held.table.begin() + std::min(seen.size, size), held.table.end(), row + std::min(seen.size, size));
+  } else {
+    std::copy(held.table.begin(), held.table.end(), row);
+  }
+  for (int32_t i = size; i < seen.size; ++i) row[i] = -1;
+  seen = {s.id, s.generation, held.front, size};
+}
+
+void StepArrays::fill_slots(size_t g, const Entry& entry, int64_t first) {
+  const int64_t n = groups[g].tokens_per_block, end = entry.start + entry.num_tokens;
+  const Held& held = entry.seq->held[g];
+  int64_t* out = groups[g].slots + first;
+  for (int64_t p = entry.start; p < end;) {
+    const int64_t stop = std::min(end, (p / n + 1) * n);
+    const int64_t base = int64_t{held.table[p / n]} * n + p % n;
+    for (int64_t i = 0; i < stop - p; ++i) out[i] = base + i;
+    out += stop - p;
+    p = stop;
+  }
+}
+
+void StepArrays::fill(const Step& step, int64_t* num_samples) {
+  if (rows_.empty()) rows_.resize(groups.size() * max_sequences);
+  const int64_t rows = static_cast<int64_t>(step.entries.size());
+  int64_t first = 0, samples = 0;
+  cu_seqlens[0] = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Entry& entry = step.entries[r];
+    const Sequence& s = *entry.seq;
+    for (int32_t i = 0; i < entry.num_tokens; ++i) {
+      token_ids[first + i] = s.tokens[entry.start + i];
+      positions[first + i] = static_cast<int32_t>(entry.start + i);
+    }
+    for (size_t g = 0; g < groups.size(); ++g) {
+      groups[g].seq_lens[r] = static_cast<int32_t>(entry.start + entry.num_tokens);
+      if (groups[g].read_slots) {
+        groups[g].read_slots[r] = s.held[g].state;
+        groups[g].write_slots[r] = step.states[r * groups.size() + g];
+        continue;
+      }
+      fill_row(g, static_cast<int32_t>(r), s);
+      fill_slots(g, entry, first);
+    }
+    first += entry.num_tokens;
+    num_tokens[r] = entry.num_tokens;
+    cu_seqlens[r + 1] = static_cast<int32_t>(first);
+    if (entry.start + entry.num_tokens == s.size()) {
+      last_rows[samples] = static_cast<int32_t>(first - 1);
+      sample_seqs[samples++] = static_cast<int32_t>(r);
+    }
+  }
+  const int64_t last_rows_used = used_rows_ < 0 ? max_sequences : used_rows_;
+  const int64_t last_tokens_used = used_tokens_ < 0 ? max_tokens : used_tokens_;
+  for (int64_t r = rows; r < max_sequences; ++r) cu_seqlens[r + 1] = static_cast<int32_t>(first);
+  for (int64_t r = rows; r < last_rows_used; ++r) {
+    num_tokens[r] = 0;
+    for (size_t g = 0; g < groups.size(); ++g) {
+      groups[g].seq_lens[r] = 0;
+      if (groups[g].read_slots) groups[g].read_slots[r] = groups[g].write_slots[r] = -1;
+      Row& seen = rows_[g * max_sequences + r];
+      for (int32_t i = 0; i < seen.size; ++i) groups[g].block_table[r * groups[g].table_width + i] = -1;
+      seen = Row{};
+    }
+  }
+  for (int64_t i = samples; i < max_sequences; ++i) last_rows[i] = sample_seqs[i] = 0;
+  for (int64_t t = first; t < last_tokens_used; ++t) {
+    token_ids[t] = 0;
+    positions[t] = 0;
+    for (auto& group : groups) {
+      if (group.slots) group.slots[t] = -1;
+    }
+  }
+  used_rows_ = rows;
+  used_tokens_ = first;
+  *num_samples = samples;
+}
+
+}  // namespace kvpool::ledger

@@ -1,0 +1,90 @@
+// The blocks of one group: holders, the free set, and the lists of cached blocks in the order they would be evicted.
+// Knows nothing of tokens or of the tree beyond a node's number.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <vector>
+
+#include "ledger/pages.hpp"
+
+namespace kvpool::ledger {
+
+constexpr int kNumLevels = 101;  // priorities 0..100
+constexpr uint8_t kDefaultPriority = 35;
+
+enum class Life : uint8_t { full, window, chunk, state };
+
+struct GroupSpec {
+  Life life = Life::full;
+  int32_t num_blocks = 0;        // committed
+  int32_t num_reserved = 0;      // addresses
+  int32_t tokens_per_block = 0;  // 1 for a state group
+  int64_t window = 0;            // tokens seen, itself included
+  int64_t chunk = 0;
+  int64_t sink_tokens = 0;
+};
+
+struct Block {
+  int32_t ref;         // sequences, pins and open steps that hold it
+  int32_t node;        // its node in the tree; 0 for none
+  int32_t prev, next;  // neighbours in its list, while cached
+  int32_t skip;        // a block pushed 8 later: a hint for prefetching, may be stale
+  uint32_t uses;       // times claimed since it was filled
+  uint32_t last;       // value of the ledger's clock of releases when it was last released
+  uint8_t level;       // effective priority: the list it stands in
+  uint8_t own;         // priority it was given
+  uint8_t queued;      // 1 while cached
+  uint8_t pinned;
+};
+static_assert(sizeof(Block) == 32);
+
+// Lowest number first, in O(levels).
+class FreeSet {
+ public:
+  explicit FreeSet(int32_t capacity);
+  void insert(int32_t id);
+  void erase(int32_t id);
+  bool contains(int32_t id) const { return words_[0][id >> 6] >> (id & 63) & 1; }
+  int32_t lowest() const;  // -1 when empty
+
+ private:
+  std::vector<std::vector<uint64_t>> words_;
+};
+
+class BlockGroup {
+ public:
+  explicit BlockGroup(const GroupSpec& spec);
+
+  GroupSpec spec;
+  int32_t num_free = 0, num_cached = 0;
+
+  Block& operator[](int32_t b) { return blocks_[b]; }
+  const Block& operator[](int32_t b) const { return blocks_[b]; }
+  int32_t num_used() const { return spec.num_blocks - num_free - num_cached; }
+  int32_t num_available() const { return num_free + num_cached; }
+  bool is_free(int32_t b) const { return free_.contains(b); }
+  size_t bytes() const { return blocks_.bytes(); }
+
+  int32_t take_free();  // lowest id, ref 0; -1 when none
+  void put_free(int32_t b);
+  void push_back(int32_t b, uint8_t level) { insert_after(b, blocks_[head(level)].prev, level); }
+  void push_front(int32_t b, uint8_t level) { insert_after(b, head(level), level); }
+  void insert_after(int32_t b, int32_t prev, uint8_t level);  // prev: a block of that list, or its head
+  void unlink(int32_t b);
+  int32_t front() const;  // the first block of the lowest list that has one; -1 when nothing is cached
+  int32_t front_of(int level) const { return blocks_[head(level)].next; }
+  bool is_head(int32_t b) const { return b >= spec.num_reserved; }
+  int32_t head(int level) const { return spec.num_reserved + level; }
+  void resize(int32_t num_blocks);  // the blocks in question are free (shrink) or new (grow)
+  void prefetch(int32_t b) const { __builtin_prefetch(&blocks_[b]); }
+
+ private:
+  Array<Block> blocks_;  // [num_reserved + kNumLevels]: the last ones are list heads
+  FreeSet free_;
+  uint64_t levels_[2] = {0, 0};  // bit l: list l is not empty
+  int32_t recent_[8] = {};       // the last blocks pushed, for `skip`
+  uint32_t num_pushed_ = 0;
+};
+
+}  // namespace kvpool::ledger

@@ -1,0 +1,139 @@
+// Matching a waiting sequence against the tree, and admitting it.
+#include <algorithm>
+
+#include "ledger/core.hpp"
+
+namespace kvpool::ledger {
+
+int32_t Core::first_needed(int g, int64_t position) const {
+  const GroupSpec& spec = groups_[g].spec;
+  if (spec.life == Life::window) return static_cast<int32_t>(std::max<int64_t>(0, position - spec.window + 1) / n_);
+  if (spec.life == Life::chunk) return static_cast<int32_t>(position / spec.chunk * spec.chunk / n_);
+  return 0;
+}
+
+int32_t Core::sink_blocks(int g) const { return static_cast<int32_t>(ceil_div(groups_[g].spec.sink_tokens, n_)); }
+
+void Core::ensure_finders(Sequence& s, int64_t num_blocks) {
+  const int64_t have = static_cast<int64_t>(s.finders.size());
+  if (have >= num_blocks) return;
+  uint64_t finder = have ? s.finders.back() : tree_.space(s.space).seed;
+  for (int64_t i = have; i < num_blocks; ++i) {
+    finder = tree_.chain(finder, &s.tokens[i * n_], s.extras_of(static_cast<int32_t>(i)));
+    s.finders.push_back(finder);
+  }
+}
+
+// The longest length of at most `n` blocks of `path_` at which the group has what the next token reads.
+int32_t Core::longest_valid(int g, int32_t n) const {
+  const Life life = groups_[g].spec.life;
+  if (life == Life::full) return n;  // a node of the tree has its block of every full group
+  if (life == Life::state) {
+    while (n > 0 && tree_.block(path_[n - 1], g) < 0) --n;
+    return n;
+  }
+  const auto held = [&](int32_t i) { return tree_.block(path_[i], g) >= 0 || tree_[path_[i]].pending; };
+  const int32_t sink = sink_blocks(g);
+  for (int32_t i = n - 1; n > 0 && i >= 0; --i) {
+    if (i < first_needed(g, int64_t{n} * n_)) i = std::min(i, sink - 1);
+    if (i >= 0 && !held(i)) n = i;  // every longer length below the old one reads block i too
+  }
+  return n;
+}
+
+// Whether `common` tokens of node `n` may follow: everything the next token reads is there.
+bool Core::usable_partial(int32_t n, int32_t common) const {
+  const Node& node = tree_[n];
+  const int64_t position = int64_t{node.index} * n_ + common;
+  for (int g = 0; g < num_groups(); ++g) {
+    if (tree_.block(n, g) < 0) return false;
+    const Life life = groups_[g].spec.life;
+    if (life == Life::state && common != node.len) return false;
+    if (life == Life::full || life == Life::state) continue;
+    const int32_t sink = std::min(sink_blocks(g), node.index);
+    for (int32_t i = node.index - 1; i >= 0; --i) {
+      if (i < first_needed(g, position)) i = std::min(i, sink - 1);
+      if (i >= 0 && tree_.block(path_[i], g) < 0) return false;
+    }
+  }
+  return true;
+}
+
+Core::Match Core::match(Sequence& s, int64_t limit) {
+  Match best;
+  path_.clear();
+  if (limit <= 0) return best;
+  const int32_t full = static_cast<int32_t>(limit / n_);
+  ensure_finders(s, full);
+  for (int32_t i = 0; i < std::min(full, 4); ++i) tree_.prefetch(s.finders[i]);
+  int32_t parent = -s.space;
+  for (int32_t i = 0; i < full; ++i) {
+    if (i + 4 < full) tree_.prefetch(s.finders[i + 4]);
+    if (i + 2 < full) tree_.prefetch_found(s.finders[i + 2]);
+    const int32_t n = tree_.find(s.finders[i], parent, &s.tokens[int64_t{i} * n_], s.extras_of(i));
+    if (n == 0 || tree_[n].pending == kTaken || (tree_[n].pending && has_state_)) break;
+    path_.push_back(n);
+    parent = n;
+  }
+  const int32_t reached = static_cast<int32_t>(path_.size());
+  best.num_blocks = reached;
+  for (int32_t before = -1; before != best.num_blocks;) {
+    before = best.num_blocks;
+    for (int g = 0; g < num_groups(); ++g) best.num_blocks = longest_valid(g, best.num_blocks);
+  }
+  // The longest common part of one more block; behind a longer path it may be valid where the whole blocks are not.
+  for (int32_t k = reached; k >= best.num_blocks; --k) {
+    const int64_t at = int64_t{k} * n_;
+    const int32_t rest = static_cast<int32_t>(std::min<int64_t>(n_, limit - at));
+    if (rest <= 0) continue;
+    const Candidate c = tree_.find_partial(k ? path_[k - 1] : -s.space, &s.tokens[at], rest, s.extras_of(k),
+                                           [&](int32_t n, int32_t common) { return usable_partial(n, common); });
+    if (c.node) {
+      best.num_blocks = k;
+      best.partial = c;
+      break;
+    }
+  }
+  path_.resize(best.num_blocks);
+  return best;
+}
+
+void Core::admit(Entry& entry) {
+  Sequence& s = *entry.seq;
+  const Match m = match(s, std::min(s.num_known - 1, s.max_cached));
+  const int32_t k = m.num_blocks;
+  const int64_t position = int64_t{k} * n_ + m.partial.len;
+  for (int g = 0; g < num_groups(); ++g) {
+    Held& held = s.held[g];
+    if (groups_[g].spec.life == Life::state) {
+      const int32_t from = m.partial.node ? m.partial.node : (k ? path_[k - 1] : 0);
+      held.state = from ? tree_.block(from, g) : -1;
+      if (from) claim(g, held.state, &claims_);
+      continue;
+    }
+    const int32_t sink = std::min(sink_blocks(g), k);
+    held.front = std::max(sink, std::min(first_needed(g, position), k));
+    held.table.assign(k, -1);
+    for (int32_t i = 0; i < k; ++i) {
+      if (i == sink) i = held.front;
+      if (i >= k) break;
+      held.table[i] = tree_.block(path_[i], g);  // -1: an earlier sequence of this step fills it; see carry_out
+      if (held.table[i] >= 0) claim(g, held.table[i], &claims_);
+    }
+    if (m.partial.node) {
+      const int32_t b = tree_.block(m.partial.node, g);
+      claim(g, b, &claims_);
+      held.table.push_back(b);
+    }
+  }
+  s.nodes = path_;
+  move_end(0, end_node(s));
+  entry.admitted = true;
+  entry.cached_tokens = position;
+  entry.partial_tokens = m.partial.len;
+  entry.num_nodes = k;
+  s.admitted = true;
+  s.scheduled = s.computed = position;
+}
+
+}  // namespace kvpool::ledger

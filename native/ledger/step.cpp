@@ -1,0 +1,281 @@
+// Opening a step: plan everything, check that it fits, then carry it out. Planning can be undone without a trace.
+#include <algorithm>
+
+#include "ledger/core.hpp"
+
+namespace kvpool::ledger {
+
+const Step& Core::begin(const std::vector<Item>& items, StepArrays& arrays, bool commit, int64_t* num_samples) {
+  if (steps_.size() >= 2) throw std::invalid_argument("two steps are open already; end or abort the older one first");
+  if (spare_steps_.empty()) spare_steps_.push_back(std::make_unique<Step>());
+  Step& step = *spare_steps_.back();
+  const size_t fitting = plan(step, items, arrays.max_sequences, commit, false);
+  if (fitting < items.size()) out_of_blocks(step, fitting, items);
+  step.states.assign(step.entries.size() * groups_.size(), -1);
+  for (Entry& entry : step.entries) carry_out(step, entry);
+  step.id = next_step_++;
+  steps_.push_back(std::move(spare_steps_.back()));
+  spare_steps_.pop_back();
+  arrays.fill(step, num_samples);
+  return step;
+}
+
+size_t Core::fits(const std::vector<Item>& items) {
+  if (spare_steps_.empty()) spare_steps_.push_back(std::make_unique<Step>());
+  Step& step = *spare_steps_.back();
+  const size_t fitting = plan(step, items, limits_.max_sequences, true, true);
+  undo_plan(step);
+  return fitting;
+}
+
+// Plan the items in order; returns how many leading ones fit. Anything but all of them must be undone.
+size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, bool commit, bool count_room) {
+  step.entries.clear();
+  step.sizes.clear();
+  step.copies.clear();
+  step.commit = commit;
+  ++num_plans_;
+  claims_.clear();
+  needed_.assign(groups_.size(), 0);
+  int64_t room = limits_.max_step_tokens;
+  try {
+    for (size_t i = 0; i < items.size(); ++i) {
+      Sequence& s = sequence(items[i].sequence);
+      if (s.last_plan == num_plans_)
+        throw std::invalid_argument("sequence " + std::to_string(s.id) + " is given twice");
+      s.last_plan = num_plans_;
+      const int64_t open = s.closing || s.paused ? 0 : std::min(items[i].max_tokens, s.size() - s.scheduled);
+      if (open <= 0) continue;
+      if (room == 0 || static_cast<int64_t>(step.entries.size()) == max_rows) {
+        if (count_room) return i;
+        continue;
+      }
+      step.entries.push_back({&s});
+      plan_entry(step, step.entries.back(), items[i].max_tokens, room);
+      room -= step.entries.back().num_tokens;
+      if (!fits_now()) return i;
+    }
+  } catch (...) {
+    undo_plan(step);
+    throw;
+  }
+  return items.size();
+}
+
+void Core::plan_entry(Step& step, Entry& entry, int64_t max_tokens, int64_t room) {
+  Sequence& s = *entry.seq;
+  if (!s.admitted) admit(entry);
+  entry.start = s.scheduled;
+  entry.num_tokens = static_cast<int32_t>(std::min({max_tokens, room, s.size() - entry.start}));
+  entry.num_nodes = static_cast<int32_t>(s.nodes.size());
+  s.scheduled += entry.num_tokens;
+  ++s.open_steps;
+  for (int g = 0; g < num_groups(); ++g) {
+    const int32_t size = static_cast<int32_t>(s.held[g].table.size());
+    step.sizes.push_back(size);
+    needed_[g] += groups_[g].spec.life == Life::state ? 1 : ceil_div(s.scheduled, n_) - size;
+  }
+  if (entry.start % n_) plan_write(step, entry);
+  if (step.commit && entry.num_nodes == entry.start / n_) add_pending(entry);
+}
+
+bool Core::is_shared(const Sequence& s, int32_t n) const {
+  const Node& node = tree_[n];
+  if (node.first_child || node.holders || node.pending) return true;
+  for (int g = 0; g < num_groups(); ++g) {
+    const int32_t b = tree_.block(n, g);
+    if (b < 0) continue;
+    const bool own = groups_[g].spec.life != Life::state || s.held[g].state == b;
+    if (groups_[g][b].ref > (own ? 1 : 0)) return true;
+  }
+  return false;
+}
+
+// The first token goes into a partly filled block: it must be this sequence's own by then.
+void Core::plan_write(Step& step, Entry& entry) {
+  const Sequence& s = *entry.seq;
+  const int32_t index = static_cast<int32_t>(entry.start / n_), filled = static_cast<int32_t>(entry.start % n_);
+  const int32_t self = static_cast<int32_t>(step.entries.size()) - 1;
+  for (int g = 0; g < num_groups(); ++g) {
+    if (groups_[g].spec.life == Life::state) continue;
+    const int32_t b = s.held[g].table[index];
+    const Block& block = groups_[g][b];
+    if (block.node) {
+      if (entry.taken == block.node) continue;
+      if (!is_shared(s, block.node)) {
+        entry.taken = block.node;
+        tree_[block.node].pending = kTaken;
+        continue;
+      }
+    } else {
+      // Earlier copies of this step gave the block up; the last holder writes in place if they needed no more of it.
+      int32_t holders = block.ref;
+      bool longer = false;
+      for (const Copy& c : step.copies) {
+        if (c.src != b || c.group != g) continue;
+        --holders;
+        longer = longer || c.num_tokens > filled;
+      }
+      if (holders <= 1 && !longer) continue;
+    }
+    step.copies.push_back({self, g, index, b, -1, filled});
+    ++needed_[g];
+  }
+}
+
+// Put the blocks that this step fills into the tree, so that later items of the step find them.
+void Core::add_pending(Entry& entry) {
+  Sequence& s = *entry.seq;
+  const int64_t full = std::min(s.scheduled, s.num_known) / n_;
+  ensure_finders(s, full);
+  const int32_t before = end_node(s);
+  for (int32_t i = entry.num_nodes; i < full; ++i) {
+    const int32_t* tokens = &s.tokens[int64_t{i} * n_];
+    const int32_t parent = end_node(s), extras = s.extras_of(i);
+    if (tree_.find(s.finders[i], parent, tokens, extras)) break;  // computed twice; adopted when the step ends
+    const int32_t n = tree_.insert(s.finders[i], parent, tokens, n_, extras, i);
+    if (n == 0) break;
+    tree_[n].pending = kPending;
+    s.nodes.push_back(n);
+    ++entry.num_pending;
+  }
+  if (entry.num_pending) move_end(before, end_node(s));
+}
+
+bool Core::fits_now() const {
+  for (int g = 0; g < num_groups(); ++g) {
+    if (needed_[g] > groups_[g].num_available()) return false;
+  }
+  return true;
+}
+
+void Core::drop_pending(Entry& entry) {
+  Sequence& s = *entry.seq;
+  if (entry.num_pending == 0) return;
+  const int32_t last = end_node(s);
+  s.nodes.resize(entry.num_nodes);
+  if (end_node(s) > 0) ++tree_[end_node(s)].holders;
+  --tree_[last].holders;
+  for (int32_t n = last; entry.num_pending > 0; --entry.num_pending) {
+    const int32_t parent = tree_[n].parent;
+    tree_.remove(n);
+    n = parent;
+  }
+}
+
+void Core::undo_plan(Step& step) {
+  for (size_t i = step.entries.size(); i-- > 0;) {
+    Entry& entry = step.entries[i];
+    Sequence& s = *entry.seq;
+    drop_pending(entry);
+    if (entry.taken) tree_[entry.taken].pending = 0;
+    s.scheduled = entry.start;
+    --s.open_steps;
+    if (entry.admitted) to_waiting(s);
+  }
+  for (size_t i = claims_.size(); i-- > 0;) {
+    const Claim& c = claims_[i];
+    Block& block = groups_[c.group][c.block];
+    --block.ref;
+    if (c.prev < 0) continue;
+    --block.uses;
+    groups_[c.group].insert_after(c.block, c.prev, c.level);
+  }
+  claims_.clear();
+  step.entries.clear();
+}
+
+// Forget what a sequence holds, without giving it back.
+void Core::to_waiting(Sequence& s) {
+  move_end(end_node(s), 0);
+  s.nodes.clear();
+  for (Held& held : s.held) {
+    held.table.clear();
+    held.front = 0;
+    held.state = -1;
+  }
+  ++s.generation;
+  s.admitted = false;
+  s.scheduled = s.computed = 0;
+}
+
+void Core::out_of_blocks(Step& step, size_t first, const std::vector<Item>& items) {
+  std::string message = "the step does not fit from item " + std::to_string(first) + " on:";
+  for (int g = 0; g < num_groups(); ++g) {
+    const BlockGroup& group = groups_[g];
+    message += " group " + std::to_string(g) + " needs " + std::to_string(needed_[g]) + " blocks, has " +
+               std::to_string(group.num_free) + " free and " + std::to_string(group.num_cached) + " cached of " +
+               std::to_string(group.spec.num_blocks) + " (" + std::to_string(group.num_used()) + " in use);";
+  }
+  message += " give fewer items or tokens, release or pause a sequence, or enlarge the budget";
+  undo_plan(step);
+  std::vector<int64_t> ids;
+  for (size_t i = first; i < items.size(); ++i) ids.push_back(items[i].sequence);
+  throw OutOfBlocks(message, std::move(ids));
+}
+
+void Core::take_over(int32_t n) {
+  for (int g = 0; g < num_groups(); ++g) {
+    const int32_t b = tree_.block(n, g);
+    if (b < 0) continue;
+    groups_[g][b].node = 0;
+    if (groups_[g][b].ref == 0) {
+      groups_[g].unlink(b);
+      groups_[g].put_free(b);
+    }
+  }
+  tree_[n].pending = 0;
+  tree_.remove(n);
+  ++totals_.taken;
+}
+
+void Core::carry_out(Step& step, Entry& entry) {
+  Sequence& s = *entry.seq;
+  const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
+  if (entry.taken) take_over(entry.taken);
+  for (int g = 0; g < num_groups(); ++g) {
+    Held& held = s.held[g];
+    if (groups_[g].spec.life == Life::state) {
+      step.states[self * groups_.size() + g] = take(g);
+      continue;
+    }
+    if (entry.admitted) claim_pending(g, s, entry);
+    const size_t size = static_cast<size_t>(ceil_div(entry.start + entry.num_tokens, n_));
+    while (held.table.size() < size) held.table.push_back(take(g));
+  }
+  for (Copy& c : step.copies) {
+    if (c.entry != self) continue;
+    c.dst = take(c.group);
+    s.held[c.group].table[c.index] = c.dst;
+    ++s.generation;
+    ++totals_.copied;
+  }
+  for (int32_t i = entry.num_nodes; i < entry.num_nodes + entry.num_pending; ++i) {
+    const uint8_t priority = priority_of(s, int64_t{i} * n_, int64_t{i + 1} * n_);
+    for (int g = 0; g < num_groups(); ++g) {
+      if (groups_[g].spec.life != Life::state) attach(g, s.held[g].table[i], s.nodes[i], priority);
+    }
+  }
+}
+
+// Blocks matched before an earlier sequence of this step had them: they are there now.
+void Core::claim_pending(int g, Sequence& s, const Entry& entry) {
+  Held& held = s.held[g];
+  const int32_t k = entry.num_nodes, sink = std::min(sink_blocks(g), k);
+  for (int32_t i = 0; i < k; ++i) {
+    if (i == sink) i = held.front;
+    if (i >= k) break;
+    if (held.table[i] >= 0) continue;
+    held.table[i] = tree_.block(s.nodes[i], g);
+    claim(g, held.table[i], nullptr);
+  }
+}
+
+Step& Core::step_of(int64_t id) {
+  for (auto& step : steps_) {
+    if (step->id == id) return *step;
+  }
+  throw std::invalid_argument("step " + std::to_string(id) + " is not open");
+}
+
+}  // namespace kvpool::ledger

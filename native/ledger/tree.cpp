@@ -1,0 +1,249 @@
+#include "ledger/tree.hpp"
+
+#include <bit>
+#include <random>
+
+namespace kvpool::ledger {
+namespace {
+
+constexpr uint64_t kMultiplier[3] = {0x9e3779b97f4a7c15, 0xd6e8feb86659fd93, 0xa0761d6478bd642f};
+
+// The two halves of a 128-bit product folded together (the mixer of wyhash, public domain).
+uint64_t fold(uint64_t a, uint64_t b) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+uint64_t random_seed() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+void append_field(std::string& out, char tag, const std::string& value) {
+  const uint64_t size = value.size();
+  out.push_back(tag);
+  for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(size >> (8 * i)));
+  out += value;
+}
+
+void store_le(uint8_t* p, uint32_t v) {
+  for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(v >> (8 * i));
+}
+
+}  // namespace
+
+Tree::Tree(int32_t num_nodes, int32_t n, int num_groups, uint64_t finder_mask, bool portable_sha)
+    : tokens_per_block(n),
+      nodes_(size_t(num_nodes) + 1),
+      tokens_((size_t(num_nodes) + 1) * n),
+      table_(std::bit_ceil(size_t(num_nodes) * 2 + 2)),
+      mask_(table_.size() - 1),
+      seed_(random_seed()),
+      finder_mask_(finder_mask),
+      compress_(choose_compress(portable_sha)) {
+  for (int g = 1; g < num_groups; ++g) more_blocks_.emplace_back(size_t(num_nodes) + 1);
+  extras_.push_back({"", 1});
+  open_space("", "");  // space 0, kept for ever
+}
+
+size_t Tree::bytes() const {
+  size_t sum = nodes_.bytes() + tokens_.bytes() + table_.bytes();
+  for (const auto& a : more_blocks_) sum += a.bytes();
+  return sum;
+}
+
+uint64_t Tree::chain(uint64_t parent, const int32_t* tokens, int32_t extras) const {
+  uint64_t h = parent ^ seed_ ^ uint64_t(extras) * kMultiplier[2];
+  for (int32_t i = 0; i < tokens_per_block; i += 2) {
+    uint64_t pair;
+    std::memcpy(&pair, tokens + i, 8);
+    h = fold(h ^ pair, kMultiplier[0]) + (pair ^ kMultiplier[1]);
+  }
+  return fold(h ^ kMultiplier[2], kMultiplier[1]) & finder_mask_;
+}
+
+int32_t Tree::find(uint64_t finder, int32_t parent, const int32_t* tokens, int32_t extras) const {
+  const uint32_t tag = static_cast<uint32_t>(finder >> 32);
+  for (size_t i = slot(finder);; i = (i + 1) & mask_) {
+    const Entry& entry = table_[i];
+    if (entry.node == 0) return 0;
+    if (entry.tag != tag) continue;
+    const Node& node = nodes_[entry.node];
+    if (node.finder == finder && node.parent == parent && node.extras == extras &&
+        std::memcmp(this->tokens(entry.node), tokens, size_t(tokens_per_block) * 4) == 0) {
+      return entry.node;
+    }
+  }
+}
+
+void Tree::prefetch_found(uint64_t finder) const {
+  const int32_t n = table_[slot(finder)].node;
+  __builtin_prefetch(&nodes_[n]);
+  __builtin_prefetch(tokens(n));
+}
+
+size_t Tree::find_slot(int32_t n) const {
+  size_t i = slot(nodes_[n].finder);
+  while (table_[i].node != n) i = (i + 1) & mask_;
+  return i;
+}
+
+int32_t Tree::insert(uint64_t finder, int32_t parent, const int32_t* tokens, int32_t len, int32_t extras,
+                     int32_t index) {
+  int32_t n = free_node_;
+  if (n) {
+    free_node_ = nodes_[n].next;
+  } else {
+    if (num_touched_ == capacity()) return 0;
+    n = ++num_touched_;
+  }
+  ++num_nodes_;
+  Node& node = nodes_[n];
+  node = Node{};
+  node.finder = finder;
+  node.parent = parent;
+  node.extras = extras;
+  node.index = index;
+  node.first_token = tokens[0];
+  node.len = static_cast<uint16_t>(len);
+  node.key = make_key(key_of(parent), tokens, len, extras);
+  for (size_t g = 0; g <= more_blocks_.size(); ++g) set_block(n, static_cast<int>(g), -1);
+  std::memcpy(&tokens_[size_t(n) * tokens_per_block], tokens, size_t(len) * 4);
+  keep(extras);
+  link(n);
+  return n;
+}
+
+void Tree::link(int32_t n) {
+  Node& node = nodes_[n];
+  int32_t& first = node.parent > 0 ? nodes_[node.parent].first_child : spaces_[-node.parent].first_child;
+  node.next = first;
+  if (first) nodes_[first].prev = n;
+  first = n;
+  if (node.len < tokens_per_block) return;
+  size_t i = slot(node.finder);
+  while (table_[i].node) i = (i + 1) & mask_;
+  table_[i] = {static_cast<uint32_t>(node.finder >> 32), n};
+}
+
+void Tree::remove(int32_t n) {
+  unlink(n);
+  Node& node = nodes_[n];
+  drop(node.extras);
+  if (node.parent <= 0) drop_space_if_unused(-node.parent);
+  node.len = 0;
+  node.next = free_node_;
+  free_node_ = n;
+  --num_nodes_;
+}
+
+void Tree::unlink(int32_t n) {
+  Node& node = nodes_[n];
+  if (node.next) nodes_[node.next].prev = node.prev;
+  if (node.prev) {
+    nodes_[node.prev].next = node.next;
+  } else {
+    (node.parent > 0 ? nodes_[node.parent].first_child : spaces_[-node.parent].first_child) = node.next;
+  }
+  if (node.len < tokens_per_block) return;
+  // Backward-shift deletion: every later entry of the run that may stand in the hole moves into it.
+  size_t hole = find_slot(n);
+  for (size_t i = (hole + 1) & mask_; table_[i].node; i = (i + 1) & mask_) {
+    const size_t home = table_[i].tag & mask_;
+    if (((i - home) & mask_) >= ((i - hole) & mask_)) {
+      table_[hole] = table_[i];
+      hole = i;
+    }
+  }
+  table_[hole] = {};
+}
+
+Key Tree::make_key(const Key& parent, const int32_t* tokens, int32_t len, int32_t extras) const {
+  // parent key 16, "KVB1", tokens per block, tokens held, bytes of extras, then tokens (LE u32), then the extras.
+  const std::string& more = extras_[extras].bytes;
+  uint8_t local[1024];
+  const size_t size = 32 + size_t(len) * 4 + more.size();
+  std::vector<uint8_t> large(size > sizeof local ? size : 0);
+  uint8_t* message = large.empty() ? local : large.data();
+  std::memcpy(message, parent.data(), 16);
+  std::memcpy(message + 16, "KVB1", 4);
+  store_le(message + 20, static_cast<uint32_t>(tokens_per_block));
+  store_le(message + 24, static_cast<uint32_t>(len));
+  store_le(message + 28, static_cast<uint32_t>(more.size()));
+  for (int32_t i = 0; i < len; ++i) store_le(message + 32 + 4 * i, static_cast<uint32_t>(tokens[i]));
+  std::memcpy(message + 32 + 4 * len, more.data(), more.size());
+  uint8_t digest[32];
+  sha256(compress_, message, size, digest);
+  Key key;
+  std::memcpy(key.data(), digest, 16);
+  return key;
+}
+
+int32_t Tree::space_of(int32_t n) const {
+  while (n > 0) n = nodes_[n].parent;
+  return -n;
+}
+
+int32_t Tree::open_space(const std::string& salt, const std::string& lora) {
+  std::string name = "KVS1";
+  append_field(name, 'S', salt);
+  append_field(name, 'L', lora);
+  const auto [it, is_new] = space_ids_.try_emplace(name, 0);
+  if (is_new) {
+    if (free_spaces_.empty()) {
+      free_spaces_.push_back(num_spaces());
+      spaces_.emplace_back();
+    }
+    it->second = free_spaces_.back();
+    free_spaces_.pop_back();
+    uint8_t digest[32];
+    sha256(compress_, reinterpret_cast<const uint8_t*>(name.data()), name.size(), digest);
+    Space& space = spaces_[it->second];
+    space = {salt, lora, {}, 0, 0, 0};
+    std::memcpy(space.key.data(), digest, 16);
+    std::memcpy(&space.seed, digest + 16, 8);
+  }
+  ++spaces_[it->second].holders;
+  return it->second;
+}
+
+void Tree::close_space(int32_t s) {
+  --spaces_[s].holders;
+  drop_space_if_unused(s);
+}
+
+void Tree::drop_space_if_unused(int32_t s) {
+  Space& space = spaces_[s];
+  if (s == 0 || space.holders || space.first_child) return;
+  std::string name = "KVS1";
+  append_field(name, 'S', space.salt);
+  append_field(name, 'L', space.lora);
+  space_ids_.erase(name);
+  space = {};
+  free_spaces_.push_back(s);
+}
+
+int32_t Tree::intern(const std::string& bytes) {
+  if (bytes.empty()) return 0;
+  const auto [it, is_new] = extras_ids_.try_emplace(bytes, 0);
+  if (is_new) {
+    if (free_extras_.empty()) {
+      free_extras_.push_back(static_cast<int32_t>(extras_.size()));
+      extras_.emplace_back();
+    }
+    it->second = free_extras_.back();
+    free_extras_.pop_back();
+    extras_[it->second] = {bytes, 0};
+  }
+  ++extras_[it->second].holders;
+  return it->second;
+}
+
+void Tree::drop(int32_t id) {
+  if (id == 0 || --extras_[id].holders) return;
+  extras_ids_.erase(extras_[id].bytes);
+  extras_[id].bytes.clear();
+  free_extras_.push_back(id);
+}
+
+}  // namespace kvpool::ledger
