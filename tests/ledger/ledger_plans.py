@@ -1,12 +1,36 @@
-"""Plans with only what a ledger reads."""
+"""Plans with only what a ledger reads: it must not need more."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import cast
+
 from kvpool.kinds import Lifetime
-from kvpool.plan import GroupPlan, Plan
-from kvpool.spec import CacheSpec
+from kvpool.plan import Plan
 
 FULL = Lifetime()
+
+
+@dataclass(frozen=True)
+class Group:
+    lifetime: Lifetime | None
+    num_blocks: int
+    num_blocks_reserved: int
+    tokens_per_block: int
+
+    @property
+    def is_state(self) -> bool:
+        return self.lifetime is None
+
+
+@dataclass(frozen=True)
+class Limits:
+    groups: tuple[Group, ...]
+    max_sequences: int
+    max_step_tokens: int
+    max_seq_len: int
+    num_draft: int
+    checkpoint_interval: int
 
 
 def make_plan(
@@ -19,23 +43,6 @@ def make_plan(
     checkpoint_interval: int = 1024,
     reserved: int = 0,
 ) -> Plan:
-    """A plan with the given groups and block counts; what pools need is left out."""
-    plans = tuple(
-        GroupPlan(
-            name=life.name if life else "state",
-            lifetime=life,
-            layers=(i,),
-            num_blocks=blocks,
-            num_blocks_reserved=max(reserved, blocks),
-            tokens_per_block=n if life else 1,
-            bytes_per_block=256,
-            payload_bytes_per_block=256,
-            pools=(),
-        )
-        for i, (life, blocks) in enumerate(groups)
-    )
-    spec = CacheSpec.__new__(CacheSpec)
-    return Plan(
-        spec, plans, n, 1 << 20, 1 << 20, "budget", 4096, max_seq_len, max_seq_len, max_sequences, max_step_tokens,
-        num_draft, checkpoint_interval,
-    )  # fmt: skip
+    """Groups as (lifetime, blocks); None is a state group."""
+    made = tuple(Group(life, blocks, max(reserved, blocks), n if life else 1) for life, blocks in groups)
+    return cast(Plan, Limits(made, max_sequences, max_step_tokens, max_seq_len, num_draft, checkpoint_interval))

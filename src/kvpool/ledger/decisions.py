@@ -53,11 +53,11 @@ class StepDecision:
     admitted: tuple[Admission, ...]
     sampled: tuple[int, ...]
 
-    def copies_by_group(self) -> Iterator[tuple[int, list[BlockCopy]]]:
-        """Yield `(group, copies)` for every group that has copies."""
-        groups: dict[int, list[BlockCopy]] = {}
+    def copies_by_group(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Yield `(group, [(src, dst), ...])` for every group that has copies."""
+        groups: dict[int, list[tuple[int, int]]] = {}
         for copy in self.copies:
-            groups.setdefault(copy.group, []).append(copy)
+            groups.setdefault(copy.group, []).append((copy.src, copy.dst))
         yield from groups.items()
 
 
