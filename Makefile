@@ -17,7 +17,8 @@ run: build
 test: build
 	$(PYTHON_VENV) -m pytest -m "not slow and not gpu"
 
-check: lint types test
+check: lint types build
+	$(PYTHON_VENV) -m pytest -m "not slow and not gpu and not model"
 
 slow: build
 	$(PYTHON_VENV) -m pytest -m "slow and not gpu"

@@ -132,7 +132,7 @@ def test_greedy_tokens_are_those_of_transformers(model, prompts, expected, layou
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "size", "backend", "together", "reuse"),
-    itertools.product(LAYOUTS, SIZES, BACKENDS, (True, False), (True, False)),
+    list(itertools.product(LAYOUTS, SIZES, BACKENDS, (True, False), (True, False))),
 )
 def test_greedy_tokens_are_those_of_transformers_in_every_setting(
     model, prompts, expected, layout, size, backend, together, reuse
