@@ -26,6 +26,8 @@ class CacheSpec:
         num_q_heads: Query heads of an attention layer (for grouping and advice), 0 when unknown.
         max_seq_len: Longest sequence the model was made for, in tokens.
         model: Name of the architecture, for messages only.
+        kv_codec_hint: Codec that the checkpoint's own KV quantisation corresponds to; empty when it has none. Nothing
+            applies it.
         notes: Every inference that was made, one sentence each.
     """
 
@@ -34,6 +36,7 @@ class CacheSpec:
     num_q_heads: int = 0
     max_seq_len: int = 8192
     model: str = ""
+    kv_codec_hint: str = ""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,8 +70,16 @@ class CacheSpec:
             SpecError: The file cannot be read, a field is missing or wrong, or the model has no KV cache.
         """
         data, hints = _load(config)
-        model = read_model({**data, "hf_quant_config": hints} if hints else data)
-        return cls(model.layers, model.dtype, model.num_q_heads, model.max_seq_len, model.name, model.notes)
+        model = read_model(data, hints)
+        return cls(
+            model.layers,
+            model.dtype,
+            model.num_q_heads,
+            model.max_seq_len,
+            model.name,
+            model.kv_codec_hint,
+            model.notes,
+        )
 
 
 def _load(config: object) -> tuple[dict[str, Any], dict[str, Any]]:
