@@ -12,6 +12,7 @@ __all__ = ["BACKENDS", "Attention", "Backend", "get_backend"]
 #: Backend name -> (module, class, device types it runs on, may `auto` choose it), best first.
 BACKENDS: dict[str, tuple[str, str, tuple[str, ...], bool]] = {
     "cpu": ("kvpool.backends.cpu", "CpuBackend", ("cpu",), True),
+    "triton": ("kvpool.backends.triton", "TritonBackend", ("cuda",), True),
     "reference": ("kvpool.backends.reference", "ReferenceBackend", ("cpu", "cuda"), False),
 }
 

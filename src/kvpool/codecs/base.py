@@ -6,9 +6,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvpool.errors import PlanError
+from kvpool.errors import PlanError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,33 @@ class Counts:
     saturated: int = 0
     flushed: int = 0
     nonfinite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMaths:
+    """What a Triton kernel needs to know of a format, as data and device functions.
+
+    An element is `value(code)`, times its block scale, times the scale of its segment, vector or layer.
+
+    Attributes:
+        value: Containers to values, in a float type in which they are exact.
+        code: fp32 in units of the scale to containers.
+        store: How a tile of vectors is scaled, rounded and stored (one of `kvpool.codecs.jit`).
+        exact: Plain types in which a value times its block scale is exact, fastest first.
+        block_value: The same for the block scales; None without them.
+        block: Elements of one block scale; 0 without them.
+        packed: Two codes a container.
+        largest: Largest code, for scales from amax.
+    """
+
+    value: Any
+    code: Any
+    store: Any
+    exact: tuple[str, ...]
+    block_value: Any = None
+    block: int = 0
+    packed: bool = False
+    largest: float = 0.0
 
 
 class Codec(ABC):
@@ -116,6 +143,14 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, planes: Mapping[str, torch.Tensor], vector: Vector, scale: float | None = None) -> torch.Tensor:
         """Decode what `encode` returned, to fp32 `[..., D]`."""
+
+    def triton(self) -> TritonMaths:
+        """Return the device maths of the Triton backend.
+
+        Raises:
+            UnsupportedError: The codec has none; it runs on the reference backend.
+        """
+        raise UnsupportedError(f"codec {self.name!r} has no Triton maths; use backend='reference' for it")
 
     def bits_per_element(self, vector: Vector) -> float:
         """Stored bits for one element of `vector`, scales included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,11 @@ class Fp8(Codec):
         from kvpool.codecs.scaling import dequantise
 
         return dequantise(decode_e4m3(planes["data"]), planes["scale"], vector)
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        return TritonMaths(jit.e4m3_value, jit.e4m3_code, jit.store_scaled, ("bf16", "fp16", "fp32"), largest=448.0)
 
 
 FP8 = Fp8("fp8")

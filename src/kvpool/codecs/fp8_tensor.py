@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector, need_scale
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector, need_scale
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,12 @@ class Fp8Tensor(Codec):
         decode = {"e4m3": floats.decode_e4m3, "e5m2": floats.decode_e5m2}[self._element]
         data = planes["data"]
         return decode(data) * constant(need_scale(self.name, scale), data)
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        value, code = {"e4m3": (jit.e4m3_value, jit.e4m3_code), "e5m2": (jit.e5m2_value, jit.e5m2_code)}[self._element]
+        return TritonMaths(value, code, jit.store_constant, ("bf16", "fp16", "fp32"))
 
 
 FP8_TENSOR = (Fp8Tensor("fp8-tensor", "e4m3", 448.0), Fp8Tensor("fp8e5m2-tensor", "e5m2", 57344.0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector, need_multiple
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector, need_multiple
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,20 @@ class IndexFp4(Codec):
 
         values = in_blocks(floats.decode_e2m1(floats.unpack_e2m1(planes["data"])), BLOCK)
         return (values * floats.decode_ue8m0(planes["block_scale"])[..., None]).flatten(-2)
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        return TritonMaths(
+            jit.e2m1_value,
+            jit.e2m1_code,
+            jit.store_mxfp4,
+            ("bf16", "fp32"),
+            block_value=jit.ue8m0_value,
+            block=BLOCK,
+            packed=True,
+            largest=6.0,
+        )
 
 
 INDEX_FP4 = IndexFp4()

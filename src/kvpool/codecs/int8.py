@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,11 @@ class Int8(Codec):
         from kvpool.codecs.scaling import dequantise
 
         return dequantise(planes["data"].float(), planes["scale"], vector)
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        return TritonMaths(jit.int8_value, jit.int8_code, jit.store_scaled, ("bf16", "fp16", "fp32"), largest=127.0)
 
 
 INT8 = Int8()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector, need_scale
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector, need_scale
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,11 @@ class Int8Tensor(Codec):
 
         data = planes["data"]
         return data.float() * constant(need_scale(self.name, scale), data)
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        return TritonMaths(jit.int8_value, jit.int8_code, jit.store_constant, ("bf16", "fp16", "fp32"))
 
 
 INT8_TENSOR = Int8Tensor()

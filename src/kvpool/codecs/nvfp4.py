@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector, need_multiple, need_scale
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector, need_multiple, need_scale
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,19 @@ class Nvfp4(Codec):
         from kvpool.codecs.scaling import constant
 
         return nvfp4_decode(planes, constant(need_scale(self.name, scale), planes["data"]))
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        return TritonMaths(
+            jit.e2m1_value,
+            jit.e2m1_code,
+            jit.store_nvfp4,
+            ("bf16", "fp16", "fp32"),
+            block_value=jit.e4m3_value,
+            block=BLOCK,
+            packed=True,
+        )
 
 
 NVFP4 = Nvfp4()

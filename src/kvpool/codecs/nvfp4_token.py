@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector
 from kvpool.codecs.nvfp4 import BLOCK, nvfp4_decode, nvfp4_encode, nvfp4_planes
 
 if TYPE_CHECKING:
@@ -40,6 +40,19 @@ class Nvfp4Token(Codec):
 
     def decode(self, planes: Mapping[str, torch.Tensor], vector: Vector, scale: float | None = None) -> torch.Tensor:
         return nvfp4_decode(planes, planes["scale"])
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        return TritonMaths(
+            jit.e2m1_value,
+            jit.e2m1_code,
+            jit.store_nvfp4,
+            ("bf16", "fp16", "fp32"),
+            block_value=jit.e4m3_value,
+            block=BLOCK,
+            packed=True,
+        )
 
 
 NVFP4_TOKEN = Nvfp4Token()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvpool.codecs.base import Codec, Counts, PlaneSpec, Vector
+from kvpool.codecs.base import Codec, Counts, PlaneSpec, TritonMaths, Vector
 from kvpool.dtypes import dtype
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ class Plain(Codec):
 
     def decode(self, planes: Mapping[str, torch.Tensor], vector: Vector, scale: float | None = None) -> torch.Tensor:
         return planes["data"].float()
+
+    def triton(self) -> TritonMaths:
+        from kvpool.codecs import jit
+
+        exact = {"fp32": ("fp32",), "fp16": ("fp16", "fp32"), "bf16": ("bf16", "fp32")}[self.name]
+        return TritonMaths(jit.plain_value, jit.plain_value, jit.store_plain, exact)
 
 
 PLAIN = (Plain("fp32"), Plain("fp16"), Plain("bf16"))

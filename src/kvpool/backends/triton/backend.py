@@ -1,0 +1,254 @@
+"""The Triton backend: one kernel an operation, for every codec, layout and kind, on CUDA devices.
+
+Tensors stay on the device; what a step needs from the host (how its attention is cut into work items) is made once a
+step. The same code runs in Triton's interpreter on the CPU, which is how it is tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvpool.backends.base import Attention
+from kvpool.backends.triton import schedule
+from kvpool.backends.triton.attend import attend_kernel, merge_kernel
+from kvpool.backends.triton.copy import copy_kernel, move_kernel
+from kvpool.backends.triton.launch import (
+    AttendArguments,
+    PartArguments,
+    Shape,
+    Target,
+    attend_arguments,
+    choose_shape,
+    find_target,
+    option_constants,
+    part_arguments,
+    power,
+    rows_of,
+)
+from kvpool.backends.triton.work import StepWork
+from kvpool.backends.triton.write import read_kernel, write_kernel
+from kvpool.codecs.rotation import restore, transform, transform_query
+from kvpool.pools import Part, Pools
+from kvpool.step import Step, StepBuffers
+
+#: Words of 8 bytes a program of the copy kernel moves.
+COPY_WORDS = 2048
+#: Programs wanted for each multiprocessor, so that it has another to run while one waits for memory.
+PROGRAMS_PER_PROCESSOR = 2
+
+
+class TritonBackend:
+    """Kernels for one CUDA device, or for the interpreter."""
+
+    name = "triton"
+
+    def __init__(self, device: str | torch.device = "cuda", *, target: Target | None = None) -> None:
+        self.target = find_target(device) if target is None else target
+        self._parts: dict[Part, PartArguments] = {}
+        self._calls: dict[tuple[Any, ...], AttendArguments] = {}
+        self._work: dict[StepBuffers, StepWork] = {}
+
+    def prepare(self, pools: Pools, buffers: StepBuffers) -> None:
+        self._work[buffers] = StepWork(buffers)
+
+    def begin(self, step: Step) -> None:
+        self._work[step.buffers].begin(step)
+
+    def forget(self) -> None:
+        self._parts.clear()
+        self._calls.clear()
+
+    def arguments(self, part: Part) -> PartArguments:
+        """Return the kernel arguments of a part; its constants are frozen by the first call."""
+        found = self._parts.get(part)
+        if found is None:
+            part.constants.freeze()
+            scale = part.constants.scale
+            found = self._parts[part] = part_arguments(part, 1.0 if scale is None else scale)
+        return found
+
+    def write(self, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:
+        for part, x in zip(parts, tensors, strict=True):
+            self.store(part, x, step.groups[part.group].slots)
+
+    def store(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
+        """Encode `x [T, H, D]` into `slots [T]` int64; -1 writes nothing."""
+        arguments, constants = self.arguments(part), part.constants
+        if constants.smoothing is not None or constants.rotation:
+            x = transform(x, _on(constants.smoothing, x), constants.rotation_block)
+        rows = rows_of(arguments.encode["WIDTH"])
+        grid = (-(-x.shape[0] * part.num_heads // rows),)
+        if not grid[0]:
+            return
+        write_kernel[grid](
+            x, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
+            x.shape[0], x.stride(0), x.stride(1),
+            **arguments.encode, ROWS=rows, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
+        arguments, constants = self.arguments(part), part.constants
+        plain = constants.smoothing is None and not constants.rotation
+        target = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        rows = rows_of(arguments.decode["WIDTH"])
+        grid = (-(-len(slots) * part.num_heads // rows),)
+        if not grid[0]:
+            return
+        read_kernel[grid](
+            target, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
+            len(slots), target.stride(0), target.stride(1),
+            **arguments.decode, ROWS=rows, CAST=self.target.cast, HARDWARE=self.target.hardware,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        if not plain:
+            out.copy_(restore(target, _on(constants.smoothing, target), constants.rotation_block))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: tuple[Part, ...],
+        v: Part,
+        v_dim: int,
+        step: Step,
+        options: Attention,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        if not q.shape[0]:
+            return
+        call = self._call(k, v, v_dim, q.dtype, q.shape[1])
+        work = self._work[step.buffers]
+        sparse = 0 if options.indices is None else options.indices.shape[1]
+        bytes_of = 4 if self.target.interpreted else call.dtype.itemsize
+        shape = choose_shape(call.group, call.key_width, call.v_width, work.max_rows, bytes_of, sparse > 0)
+        q = _transform_query(q, k)
+        back = v.constants.smoothing is not None or v.constants.rotation
+        target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if back else out
+        self._launch(q, step, work, call, shape, sparse, options, target, lse)
+        if back:
+            whole = torch.zeros((*out.shape[:2], v.vector.dim), dtype=torch.float32, device=out.device)
+            whole[..., :v_dim] = target
+            group = call.group
+            smoothing = _on(v.constants.smoothing, out)
+            smoothing = None if smoothing is None else smoothing.repeat_interleave(group, 0)
+            out.copy_(restore(whole, smoothing, v.constants.rotation_block)[..., :v_dim])
+
+    def _call(self, k: tuple[Part, ...], v: Part, v_dim: int, dtype: torch.dtype, heads: int) -> AttendArguments:
+        key = (*k, v, v_dim, dtype, heads)
+        found = self._calls.get(key)
+        if found is None:
+            found = attend_arguments(k, v, v_dim, dtype, heads, self.arguments, self.target)
+            self._calls[key] = found
+        return found
+
+    def _launch(
+        self,
+        q: torch.Tensor,
+        step: Step,
+        work: StepWork,
+        call: AttendArguments,
+        shape: Shape,
+        sparse: int,
+        options: Attention,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        head_tiles = -(-call.group // shape.tile_heads)
+        programs = call.num_heads * head_tiles
+        wanted = self.target.num_processors * PROGRAMS_PER_PROCESSOR
+        cut = schedule.Cut(options.lifetime, shape.tile_tokens, shape.block_n, programs, wanted, sparse)
+        tables = step.groups[call.table_group]
+        items = work.items(cut, call.table_group)
+        if not items.num_items:
+            return
+        partial = torch.empty(
+            (items.num_partials, programs, shape.block_m, call.v_width), dtype=torch.float32, device=q.device
+        )
+        partial_lse = torch.empty((items.num_partials, programs, shape.block_m), dtype=torch.float32, device=q.device)
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        tree, indices = options.tree, options.indices
+        tiles = {"TILE_HEADS": shape.tile_heads, "TILE_TOKENS": shape.tile_tokens, "BLOCK_M": shape.block_m}
+        asked = option_constants(options, lse is not None)
+        attend_kernel[(items.num_items * programs,)](
+            q, out, out if lse is None else lse, partial, partial_lse, items.items, step.cu_seqlens,
+            tables.seq_lens, tables.block_table,
+            q if indices is None else indices, q if tree is None else tree, q if sinks is None else sinks,
+            *call.tensors,
+            options.scale * call.logit_factor, options.softcap, call.r_factor, call.v_constant,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), tables.block_table.stride(0),
+            0 if indices is None else indices.stride(0), 0 if tree is None else tree.stride(0),
+            **asked, **tiles, **call.constants, BLOCK_N=shape.block_n,
+            num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        if items.num_merges:
+            rows = min(shape.block_m, max(2048 // call.v_width, 1))
+            merge_kernel[(items.num_merges * programs, shape.block_m // rows)](
+                partial, partial_lse, items.merges, step.cu_seqlens, out, out if lse is None else lse,
+                q if sinks is None else sinks, out.stride(0), out.stride(1),
+                **tiles, ROWS=rows, HAS_SINKS=asked["HAS_SINKS"], HAS_LSE=asked["HAS_LSE"],
+                **{name: call.constants[name] for name in ("NUM_HEADS", "GROUP", "V_COUNT", "V_WIDTH", "CAST")},
+                num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+
+    def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        slab = pools.slabs[group]
+        plan = slab.group
+        pieces = len(plan.layers) if plan.layer_first else 1
+        words = plan.bytes_per_block // pieces // 8
+        slab_words = slab.bytes[: slab.bytes.numel() // 8 * 8].view(torch.int64)
+        for batch in batches(pairs):
+            ids = torch.tensor(batch, dtype=torch.int64).to(slab_words.device)
+            copy_kernel[(-(-words // COPY_WORDS), len(batch), pieces)](
+                slab_words, ids, BLOCK_WORDS=words, PITCH_WORDS=plan.layer_pitch_bytes // 8, CHUNK=COPY_WORDS,
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+
+    def move(self, pools: Pools, group: int, slots: Sequence[tuple[int, int]]) -> None:
+        slab = pools.slabs[group]
+        for batch in batches(slots):
+            ids = torch.tensor(batch, dtype=torch.int64).to(slab.bytes.device)
+            for pool in slab.group.pools:
+                for plane in pool.planes:
+                    tensor = slab.plane(plane)  # [B, L, F, H, N(, C)]
+                    count = tensor.shape[5] if tensor.dim() == 6 else 1
+                    named = dict(zip(("B", "L", "F", "H", "N"), tensor.stride(), strict=False))
+                    move_kernel[(len(batch), len(pool.layers) * pool.kv_factor * pool.num_heads)](
+                        tensor, ids, **{f"STRIDE_{axis}": stride for axis, stride in named.items()},
+                        NUM_FACTORS=pool.kv_factor, NUM_HEADS=pool.num_heads, COUNT=count, WIDTH=power(count),
+                        TOKENS_PER_BLOCK=slab.group.tokens_per_block, num_warps=1, enable_fp_fusion=False,
+                    )  # fmt: skip
+
+
+def batches(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Cut copies that are meant one after another into lists whose copies may run at once."""
+    out: list[list[tuple[int, int]]] = []
+    sources: set[int] = set()
+    destinations: set[int] = set()
+    for source, destination in pairs:
+        if not out or source in destinations or destination in destinations or destination in sources:
+            out.append([])
+            sources, destinations = set(), set()
+        out[-1].append((source, destination))
+        sources.add(source)
+        destinations.add(destination)
+    return out
+
+
+def _on(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    """Return a constant on the device of `like`."""
+    return None if tensor is None else tensor.to(like.device)
+
+
+def _transform_query(q: torch.Tensor, k: tuple[Part, ...]) -> torch.Tensor:
+    """Fold the smoothing and rotation of keys into the query, in the query's type."""
+    if all(part.constants.smoothing is None and not part.constants.rotation for part in k):
+        return q
+    pieces = torch.split(q, [part.vector.dim for part in k], -1)
+    turned = [
+        transform_query(piece, _on(part.constants.smoothing, q), part.constants.rotation_block)
+        for piece, part in zip(pieces, k, strict=True)
+    ]
+    return torch.cat(turned, -1).to(q.dtype)

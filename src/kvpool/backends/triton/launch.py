@@ -1,0 +1,357 @@
+"""From parts and options to kernel arguments: tile sizes, element types, pointers and strides. Launches nothing.
+
+Everything here depends on the plan, not on a step, and is worked out once a part or a call's kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvpool.backends.base import Attention
+from kvpool.codecs import jit
+from kvpool.dtypes import dtype
+from kvpool.errors import UnsupportedError
+from kvpool.pools import Part, Plane
+
+#: Plain element types by torch's.
+TYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The device kernels are launched on.
+
+    Attributes:
+        interpreted: Kernels run in Triton's interpreter, where bf16 arithmetic is wrong and casts truncate.
+        hardware: What converts elements: 0 the interpreter, 1 a GPU, 2 a GPU that knows E4M3 (compute capability
+            8.9 and later).
+        num_processors: Multiprocessors.
+    """
+
+    interpreted: bool
+    hardware: int
+    num_processors: int
+
+    @property
+    def cast(self) -> Any:
+        """The device function that rounds fp32 to a plain type."""
+        return jit.cast_interpreted if self.interpreted else jit.cast
+
+
+INTERPRETER = Target(True, 0, 4)
+
+
+def power(n: int, least: int = 1) -> int:
+    """Return the least power of two that is not below `n` and `least`."""
+    return max(1 << (n - 1).bit_length(), least)
+
+
+def strides(plane: Plane | None, prefix: str) -> dict[str, int]:
+    """Return a plane's strides (b, h, n) in containers, as kernel constants; zeros for a missing plane."""
+    if plane is None:
+        return {f"{prefix}_{axis}": 0 for axis in "BHN"}
+    return {f"{prefix}_{axis}": s for axis, s in zip("BHN", plane.tensor.stride(), strict=False)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartArguments:
+    """What kernels need of one part.
+
+    Attributes:
+        data: Plane of containers.
+        block_scale: Plane of block scales, or `data` when there is none.
+        scale: Plane of fp32 scales, or `data`.
+        constant: The constant scale; 1 without one.
+        exact: Plain types in which a value times its block scale is exact.
+        num_scales: Scales of a vector in memory.
+        codec: `VALUE`, `BLOCK_VALUE`, `PACKED`, `BLOCK`.
+        strides: Of the three planes.
+        encode: What the write kernel needs besides.
+    """
+
+    data: torch.Tensor
+    block_scale: torch.Tensor
+    scale: torch.Tensor
+    constant: float
+    exact: tuple[torch.dtype, ...]
+    num_scales: int
+    segments: tuple[int, ...]
+    codec: dict[str, Any]
+    strides: dict[str, int]
+    encode: dict[str, Any]
+    decode: dict[str, Any]
+
+    def prefixed(self, prefix: str) -> dict[str, Any]:
+        """Return codec and strides with the names of one of several parts of a kernel."""
+        return {f"{prefix}_{name}": value for name, value in (self.codec | self.strides).items()}
+
+
+def part_arguments(part: Part, constant: float) -> PartArguments:
+    """Work out the arguments of a part.
+
+    Args:
+        part: The part.
+        constant: Its constant scale; 1 without one.
+
+    Raises:
+        UnsupportedError: Its codec has no Triton maths.
+    """
+    maths = part.codec.triton()
+    planes = part.planes
+    data, block_scale, scale = planes["data"], planes.get("block_scale"), planes.get("scale")
+    bounds = [0]
+    for length in part.vector.segments:
+        bounds.append(bounds[-1] + length)
+    num_scales = 0 if scale is None else scale.tensor.shape[3] if scale.tensor.dim() == 4 else 1
+    width = power(part.vector.dim, 16)
+    shape = {"D": part.vector.dim, "WIDTH": width, "BOUNDS": tuple(bounds), "BLOCK": maths.block}
+    shape |= {"TOKENS_PER_BLOCK": part.tokens_per_block, "NUM_HEADS": part.num_heads, "VECTOR_SCALE": num_scales > 0}
+    plane_strides = strides(data, "DATA") | strides(block_scale, "BLOCK") | strides(scale, "SCALE")
+    codec = {
+        "VALUE": maths.value,
+        "BLOCK_VALUE": maths.block_value or maths.value,
+        "PACKED": maths.packed,
+        "BLOCK": maths.block,
+    }
+    return PartArguments(
+        data.tensor,
+        data.tensor if block_scale is None else block_scale.tensor,
+        data.tensor if scale is None else scale.tensor,
+        constant,
+        tuple(getattr(torch, dtype(name).torch_name) for name in maths.exact),
+        num_scales,
+        part.vector.segments,
+        codec,
+        plane_strides,
+        shape | plane_strides | {"STORE": maths.store, "CODE": maths.code, "LARGEST": maths.largest},
+        shape | plane_strides | codec | {"CONSTANT": part.codec.constant_scale},
+    )
+
+
+def rows_of(width: int) -> int:
+    """Return how many vectors of `width` elements a program of the write and read kernels takes."""
+    return max(4096 // width, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tile sizes of an attention kernel.
+
+    Attributes:
+        block_m: Rows (token, head) of a tile.
+        block_n: Tokens of one turn of the loop.
+        tile_heads: Query heads of a tile.
+        tile_tokens: Tokens of a tile.
+        num_warps: Warps of a program.
+        num_stages: Turns whose loads are in flight.
+    """
+
+    block_m: int
+    block_n: int
+    tile_heads: int
+    tile_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_shape(group: int, key_dim: int, v_dim: int, max_rows: int, item_bytes: int, sparse: bool) -> Shape:
+    """Choose tile sizes.
+
+    Args:
+        group: Query heads of a KV head.
+        key_dim: Elements of a key, padded.
+        v_dim: Elements of a value, padded.
+        max_rows: Most rows any sequence of the step has.
+        item_bytes: Bytes of an element as the tensor cores take it.
+        sparse: Rows have slots of their own, so that a tile is one token.
+    """
+    rows = group if sparse else group * max_rows
+    wide = max(key_dim, v_dim) > 256
+    most = (32 if wide else 128) // (2 if item_bytes == 4 else 1)
+    block_m = min(power(rows, 16), most)
+    tile_heads = min(group, block_m)
+    tile_tokens = 1 if sparse else block_m // tile_heads
+    if wide:
+        return Shape(block_m, 32 if item_bytes == 2 else 16, tile_heads, tile_tokens, 8 if block_m > 16 else 4, 2)
+    if item_bytes == 4:
+        return Shape(block_m, 32, tile_heads, tile_tokens, 4, 2)
+    if block_m <= 32:
+        return Shape(block_m, 64, tile_heads, tile_tokens, 4, 3 if key_dim <= 128 else 2)
+    return Shape(block_m, 64, tile_heads, tile_tokens, 8 if block_m == 128 else 4, 3 if key_dim <= 128 else 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendArguments:
+    """A kernel of attention for one kind of call on one layer.
+
+    Attributes:
+        tensors: The planes of K, its second piece and V.
+        logit_factor: K's constant scale.
+        r_factor: Constant scale of the second piece over the first's.
+        v_constant: Constant scale of V.
+        constants: Constant parameters that depend on neither options nor tile sizes.
+        dtype: Element type of the products.
+        key_width: Elements of a key, padded.
+        v_width: Elements of a value, padded.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    logit_factor: float
+    r_factor: float
+    v_constant: float
+    constants: dict[str, Any]
+    dtype: torch.dtype
+    key_width: int
+    v_width: int
+    group: int
+    num_heads: int
+    num_q_heads: int
+    table_group: int
+
+
+def _split(dim: int) -> tuple[int, int]:
+    """Cut a head into a power of two and the rest, when padding would waste more than that."""
+    first = power(dim)
+    if first == dim or dim < 48:
+        return dim, 0
+    return first // 2, dim - first // 2
+
+
+def product_type(q: torch.dtype, *parts: PartArguments) -> tuple[torch.dtype, str]:
+    """Return the type products are made in, and how exactly.
+
+    It is the query's type where all stored values are exact in it; else fp32, on tensor cores (which then keep 11
+    bits) where neither the query nor the stored values have more, as fp16 keys have not for a bf16 query.
+    """
+    if all(q in part.exact for part in parts):
+        return q, "ieee"
+    short = q != torch.float32 and all(part.exact[0] != torch.float32 for part in parts)
+    return torch.float32, "tf32" if short else "ieee"
+
+
+def attend_arguments(
+    k: tuple[Part, ...], v: Part, v_dim: int, q_dtype: torch.dtype, num_q_heads: int, arguments: Any, target: Target
+) -> AttendArguments:
+    """Work out the arguments of an attention call.
+
+    Args:
+        k: Parts of a key.
+        v: Part of the values; one of `k` for latents.
+        v_dim: Elements of a value.
+        q_dtype: Of the query.
+        num_q_heads: Q.
+        arguments: `Part -> PartArguments`.
+        target: The device.
+    """
+    first, values = arguments(k[0]), arguments(v)
+    shared = v is k[0]
+    if len(k) == 2:
+        rest, cut, r_first, r_count, r_scale = arguments(k[1]), k[0].vector.dim, 0, k[1].vector.dim, 0
+    elif shared:
+        dim = k[0].vector.dim
+        rest, cut, r_first, r_count = first, v_dim, v_dim, dim - v_dim
+        r_scale = first.num_scales - 1 if r_count else 0
+    else:
+        cut, r_count = _split(k[0].vector.dim)
+        rest, r_first, r_scale = first, cut, 0
+    segment, num_scales = _scales_of(first, cut)
+    for part, single in ((v, not shared), (k[-1], len(k) == 2)):
+        if single and arguments(part).num_scales > 1:
+            raise UnsupportedError(
+                f"{part.name!r} with {arguments(part).num_scales} scales a vector has no Triton attention kernel; split"
+                " it into parts of their own, or use backend='reference'"
+            )
+    dot, precision = product_type(q_dtype, first, rest, values)
+    if target.interpreted:
+        dot, precision = torch.float32, "ieee"
+    # P times a scale must not leave the range of fp16.
+    v_dot = torch.bfloat16 if dot == torch.float16 and values.num_scales else dot
+    v_width = power(v_dim, 16)
+    constants = first.prefixed("K") | rest.prefixed("R") | values.prefixed("V")
+    constants |= {
+        "NUM_HEADS": v.num_heads,
+        "GROUP": num_q_heads // v.num_heads,
+        "TOKENS_PER_BLOCK": v.tokens_per_block,
+        "K_COUNT": cut,
+        "K_WIDTH": v_width if shared else power(cut, 16),
+        "R_FIRST": r_first,
+        "R_COUNT": r_count,
+        "R_WIDTH": power(r_count, 16) if r_count else 16,
+        "V_COUNT": v_dim,
+        "V_WIDTH": v_width,
+        "SHARED_V": shared,
+        "DTYPE": TYPES[dot],
+        "V_DTYPE": TYPES[v_dot],
+        "PRECISION": precision,
+        "CAST": target.cast,
+        "HARDWARE": target.hardware,
+        "K_SCALES": num_scales,
+        "K_SEGMENT": segment,
+        "R_SCALES": min(rest.num_scales, 1),
+        "R_SCALE_FIRST": r_scale,
+        "V_SCALES": 0 if shared else values.num_scales,
+    }
+    planes = [t for a in (first, rest, values) for t in (a.data, a.block_scale, a.scale)]
+    width = constants["K_WIDTH"] + (constants["R_WIDTH"] if r_count else 0)
+    return AttendArguments(
+        tuple(planes),
+        first.constant,
+        rest.constant / first.constant,
+        values.constant,
+        constants,
+        dot,
+        width,
+        v_width,
+        num_q_heads // v.num_heads,
+        v.num_heads,
+        num_q_heads,
+        v.group,
+    )
+
+
+def _scales_of(part: PartArguments, count: int) -> tuple[int, int]:
+    """Return (elements of a scale, scales) of the first `count` elements of a part's vectors."""
+    if part.num_scales <= 1:
+        return power(count, 16), part.num_scales
+    lengths = part.segments
+    covered = next(n for n in range(1, len(lengths) + 1) if sum(lengths[:n]) >= count)
+    if covered > 1 and (lengths[0] != power(lengths[0]) or any(n != lengths[0] for n in lengths[: covered - 1])):
+        raise UnsupportedError(f"segments {lengths} of a latent have no Triton kernel; use backend='reference'")
+    return (lengths[0] if covered > 1 else power(count, 16)), covered
+
+
+def option_constants(options: Attention, has_lse: bool) -> dict[str, Any]:
+    """Return the constant parameters of what is asked."""
+    lifetime = options.lifetime
+    return {
+        "WINDOW": lifetime.window or 0,
+        "CHUNK": lifetime.chunk or 0,
+        "SINK_TOKENS": lifetime.sink_tokens,
+        "SOFTCAP": options.softcap > 0,
+        "HAS_SINKS": options.sinks is not None,
+        "HAS_LSE": has_lse,
+        "SPARSE": options.indices is not None,
+        "TREE": options.tree is not None,
+    }
+
+
+@cache
+def find_target(device: torch.device | str) -> Target:
+    """Return what is known of a device.
+
+    Raises:
+        UnsupportedError: It is no CUDA device, and kernels are not interpreted.
+    """
+    if isinstance(jit.cast, triton.runtime.JITFunction):
+        if torch.device(device).type != "cuda":
+            raise UnsupportedError(f"backend 'triton' runs on cuda, not on {str(device)!r}")
+        properties = torch.cuda.get_device_properties(device)
+        capability = 10 * properties.major + properties.minor
+        return Target(False, 2 if capability >= 89 else 1, properties.multi_processor_count)
+    return INTERPRETER

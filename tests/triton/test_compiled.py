@@ -1,0 +1,76 @@
+"""Every kernel the backend launches compiles for a GPU, where there is none: no spills, wide loads, within limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+#: Bytes of shared memory a program may use (CUDA programming guide, compute capabilities).
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+#: Kernels whose loads must be 16 bytes wide: all but the one that moves single vectors.
+WIDE = {"attend_kernel", "merge_kernel", "write_kernel", "read_kernel", "copy_kernel"}
+
+
+def compiled(*arguments: str, triton: Path | None = None) -> list[dict[str, Any]]:
+    """Compile in a process of its own, where Triton is not interpreted."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
+    environment["PYTHONPATH"] = os.pathsep.join([*([str(triton)] if triton else []), str(ROOT / "src")])
+    command = [sys.executable, "-W", "error", str(HERE / "compiling.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert not done.returncode, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    assert rows
+    faults = []
+    for row in rows:
+        name = f"{row['variant']}: {row['kernel']} for sm_{row['capability']}"
+        if "error" in row:
+            faults.append(f"{name} does not compile: {row['error']}")
+            continue
+        if row["spills"]:
+            faults.append(f"{name} spills {row['spills']} bytes, with {row['registers']} registers")
+        if row["shared"] > SHARED_BYTES[row["capability"]]:
+            faults.append(f"{name} takes {row['shared']} bytes of shared memory")
+        if row["kernel"] in WIDE and not row["wide_loads"]:
+            faults.append(f"{name} has no 16-byte load")
+        if row["kernel"] == "attend_kernel" and not row["dots"] and not re.search(r"\bfp32\b", row["variant"]):
+            faults.append(f"{name} does not use tensor cores")
+        if row["kernel"] in ("write_kernel", "read_kernel") and (row["fused"] or row["flushed"]):
+            faults.append(f"{name} fuses or flushes: {row['fused']} fma, {row['flushed']} ftz")
+    assert not faults, "\n".join(faults)
+
+
+def test_a_kernel_of_every_codec_compiles_for_sm_90() -> None:
+    check(compiled("--only", "decode kv|write kv (bf16|fp8|nvfp4) "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 80, 100])
+def test_every_variant_compiles(capability: int) -> None:
+    rows = compiled("--full", "--capability", str(capability))
+    check(rows)
+
+
+@pytest.mark.slow
+def test_every_variant_compiles_with_the_triton_of_older_gpu_machines() -> None:
+    """Triton 3.6, in a folder of its own."""
+    folder = ROOT / "build" / "triton-3.6"
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), "triton==3.6.0"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"triton 3.6.0 cannot be installed here: {done.stderr[-200:]}")
+    rows = compiled("--full", triton=folder)
+    assert {row["triton"] for row in rows} == {"3.6.0"}
+    check(rows)
