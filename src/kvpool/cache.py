@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,9 @@ from kvpool.errors import LayoutError, PlanError
 from kvpool.kinds import FULL, IndexerKind, KVKind, LatentKind, Lifetime
 from kvpool.ledger import Ledger, Media, Retention, Stats
 from kvpool.plan import Plan
-from kvpool.pools import Part, Pools
+from kvpool.pools import Constants, Part, Pools
+from kvpool.pools.calibration import calibrate
+from kvpool.pools.constants import apply_scales, read_scales, set_layer, set_unit_scales
 from kvpool.sequence import Sequence
 from kvpool.step import Step, StepBuffers
 
@@ -48,6 +51,7 @@ class KVCache:
         backend: `auto`, or a name; a name never falls back.
         clock: Seconds, monotonic; for retention.
         touch: Fault all committed memory in now, so that no step does.
+        scales: Decode scales for codecs that need constant ones; see `set_scales`.
 
     Invariants: no address, stride or capacity changes while the cache lives; one thread opens steps.
     """
@@ -61,6 +65,7 @@ class KVCache:
         clock: Callable[[], float] | None = None,
         policy: str = "lru",
         touch: bool = False,
+        scales: str | Path | Mapping[tuple[int, str], float] | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -72,6 +77,8 @@ class KVCache:
         for buffers in self._buffers:
             self.backend.prepare(self.pools, buffers)
         self._turn = 0
+        if scales is not None:
+            self.set_scales(scales)
 
     def _resolve(self, layer: int) -> LayerParts:
         source = self.plan.source_layer(layer)
@@ -255,6 +262,88 @@ class KVCache:
             self.backend.read(part, slots, tensor)
             out.append(tensor)
         return tuple(out)
+
+    # --- constants ------------------------------------------------------------------------------------------
+
+    def set_constants(
+        self,
+        layer: int,
+        *,
+        k: float | None = None,
+        v: float | None = None,
+        latent: float | None = None,
+        rope: float | None = None,
+        smoothing: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+        rotation: bool | Mapping[str, bool] | None = None,
+    ) -> None:
+        """Set numbers the layer's codecs need and do not store; the first write freezes them.
+
+        Args:
+            layer: Model layer.
+            k: Decode scale of the keys, for codecs with a constant one.
+            v: Decode scale of the values.
+            latent: Decode scale of the latent.
+            rope: Decode scale of the rope part, when it has a codec of its own.
+            smoothing: `[H, D]`, divided out of the keys (or the latent) at write and folded into q at read; or a
+                mapping from part to tensor.
+            rotation: Rotate the quantised parts; or a mapping from part to bool.
+
+        Raises:
+            PlanError: A value is out of range or of no use to the codec, or the constants are frozen.
+        """
+        scales = {"k": k, "v": v, "latent": latent, "rope": rope}
+        set_layer(self._constants(layer), scales, smoothing, rotation)
+
+    def set_scales(self, scales: str | Path | Mapping[tuple[int, str], float]) -> None:
+        """Set the scale of every part whose codec needs one.
+
+        Args:
+            scales: `unit` for 1.0 wherever none is set; a safetensors checkpoint with `k_scale` and `v_scale`; or
+                decode scales by (layer, `k` or `v`).
+
+        Raises:
+            PlanError: The checkpoint holds none, or a value is refused.
+            PlanMismatch: A part that needs a scale has none there.
+        """
+        if scales == "unit":
+            set_unit_scales(self.pools.constants)
+        else:
+            apply_scales(self.pools.constants, scales if isinstance(scales, Mapping) else read_scales(scales))
+
+    def calibrate(
+        self,
+        batch: Mapping[int, Mapping[str, torch.Tensor]],
+        *,
+        smoothing: bool = False,
+        rotation: bool | None = None,
+    ) -> None:
+        """Measure constants on what layers wrote for a piece of real text.
+
+        Args:
+            batch: By layer: `k` and `v`, or `latent` (with `rope` after it on the last axis when both have one codec),
+                each `[T, H, D]`.
+            smoothing: Measure smoothing of the keys, too.
+            rotation: Set rotation of the quantised parts before the scales are measured.
+
+        Raises:
+            PlanError: A sample is empty or not finite, a layer stores no such part, or the constants are frozen.
+        """
+        for layer, tensors in batch.items():
+            constants = self._constants(layer)
+            for part, x in tensors.items():
+                if part not in constants:
+                    raise PlanError(f"layer {layer} stores no {part!r}; it stores {', '.join(sorted(constants))}")
+                quantised = constants[part].quantised
+                calibrate(
+                    constants[part],
+                    x,
+                    smoothing=smoothing and quantised and part in ("k", "latent", "rope"),
+                    rotation=rotation if quantised else None,
+                )
+
+    def _constants(self, layer: int) -> dict[str, Constants]:
+        source = self.plan.source_layer(layer)
+        return {part: constants for (at, part), constants in self.pools.constants.items() if at == source}
 
     # --- whole cache ----------------------------------------------------------------------------------------
 

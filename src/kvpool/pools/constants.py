@@ -75,6 +75,16 @@ class Constants:
         return self._codec.constant_scale
 
     @property
+    def largest_code(self) -> float:
+        """Largest decoded magnitude at scale 1."""
+        return self._codec.largest
+
+    @property
+    def quantised(self) -> bool:
+        """True when smoothing and rotation are of use to the codec."""
+        return self._codec.quantised
+
+    @property
     def frozen(self) -> bool:
         """True after the first write."""
         return self._frozen
@@ -184,6 +194,43 @@ def check_scale(value: float, owner: str) -> float:
 
 
 Table = Mapping[tuple[int, str], Constants]
+
+
+def set_layer(
+    parts: Mapping[str, Constants],
+    scales: Mapping[str, float | None],
+    smoothing: torch.Tensor | Mapping[str, torch.Tensor] | None,
+    rotation: bool | Mapping[str, bool] | None,
+) -> None:
+    """Set constants of one layer.
+
+    Args:
+        parts: The layer's constants by part.
+        scales: Decode scales by part; None leaves one.
+        smoothing: By part; a tensor alone is that of the keys (`k`, or `latent`).
+        rotation: By part; a bool alone holds for every quantised part except indexer keys.
+
+    Raises:
+        PlanError: A part does not exist, or a value is refused; parts before it keep what they got.
+    """
+    given: dict[str, dict[str, object]] = {p: {"scale": value} for p, value in scales.items() if value is not None}
+    if isinstance(smoothing, Mapping):
+        maps = dict(smoothing)
+    else:
+        maps = {} if smoothing is None else {"k" if "k" in parts else "latent": smoothing}
+    if isinstance(rotation, Mapping):
+        turns = dict(rotation)
+    else:
+        turned = [p for p, c in parts.items() if c.quantised and p != "index"]
+        turns = {} if rotation is None else dict.fromkeys(turned, rotation)
+    for part, smooth in maps.items():
+        given.setdefault(part, {})["smoothing"] = smooth
+    for part, turn in turns.items():
+        given.setdefault(part, {})["rotation"] = turn
+    for part, values in given.items():
+        if part not in parts:
+            raise PlanError(f"this layer stores no {part!r}; it stores {', '.join(sorted(parts)) or 'nothing'}")
+        parts[part].set(**values)  # type: ignore[arg-type]
 
 
 def set_unit_scales(table: Table) -> None:

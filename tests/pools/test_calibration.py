@@ -1,0 +1,137 @@
+"""Constants measured on a sample, through the cache's own methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kvpool as kv
+from kvpool.kinds import KVKind, LatentKind, LayerSpec
+from kvpool.pools.calibration import smoothing_from
+
+H, D, T = 2, 64, 40
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cache(codec: object, kind: object = None, **options: object) -> kv.KVCache:
+    spec = kv.CacheSpec((LayerSpec((kind or KVKind(H, D),)),) * 2)
+    plan = kv.make_plan(spec, 1 << 20, codec=codec, tokens_per_block=16)
+    return kv.KVCache(plan, backend="reference", **options)
+
+
+def stored(c: kv.KVCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    sequence = c.sequence(range(len(k)))
+    with c.step([(sequence, len(k))]) as step:
+        c.write(layer, step, k, v)
+    return c.read(layer, sequence)
+
+
+def error(back: torch.Tensor, x: torch.Tensor) -> float:
+    return float((back - x).norm() / x.norm())
+
+
+@pytest.mark.parametrize("codec", ["fp8-tensor", "fp8e5m2-tensor", "int8-tensor", "nvfp4"])
+@pytest.mark.parametrize("rotation", [None, True])
+@pytest.mark.parametrize("smoothing", [False, True])
+def test_calibrated_constants_lose_nothing_of_the_sample(codec: str, rotation: bool | None, smoothing: bool) -> None:
+    c = cache(codec)
+    k, v = normal(T, H, D) * 7, normal(T, H, D, seed=1) * 0.3
+    k[:, 1, 5] += 100
+    c.calibrate({1: {"k": k, "v": v}}, smoothing=smoothing, rotation=rotation)
+    back_k, back_v = stored(c, 1, k, v)
+    bound = {"int8-tensor": 0.04, "fp8e5m2-tensor": 0.06, "nvfp4": 0.12}.get(codec, 0.03)
+    assert error(back_k, k) < bound
+    assert error(back_v, v) < bound
+    for part in ("k", "v"):
+        constants = c.pools.part(1, part).constants
+        assert constants.counts.saturated == 0
+        assert constants.rotation is bool(rotation)
+        assert (constants.smoothing is not None) is (smoothing and part == "k")
+    assert c.pools.part(1, "k").constants.scale != c.pools.part(1, "v").constants.scale
+
+
+def test_a_layer_that_was_not_calibrated_refuses_the_write() -> None:
+    c = cache("int8-tensor")
+    k = normal(T, H, D)
+    c.calibrate({1: {"k": k, "v": k}})
+    sequence = c.sequence(range(T))
+    with pytest.raises(kv.PlanError, match="layer 0, k"), c.step([(sequence, T)]) as step:
+        c.write(0, step, k, k)
+
+
+def test_codecs_without_a_constant_take_smoothing_and_rotation_only() -> None:
+    c = cache({"k": "nvfp4-token", "v": "bf16"})
+    k, v = normal(T, H, D), normal(T, H, D, seed=1)
+    k[:, :, 3] += 50
+    c.calibrate({0: {"k": k, "v": v}}, smoothing=True, rotation=True)
+    key, value = c.pools.part(0, "k").constants, c.pools.part(0, "v").constants
+    assert key.scale is None
+    assert value.scale is None
+    assert key.rotation
+    assert not value.rotation
+    assert key.smoothing is not None
+    assert value.smoothing is None
+    back, _ = stored(c, 0, k, v)
+    assert error(back, k) < 0.12
+
+
+@pytest.mark.parametrize("bad", ["empty", "zero", "nan"])
+def test_a_useless_sample_is_refused(bad: str) -> None:
+    x = {"empty": torch.empty(0, H, D), "zero": torch.zeros(T, H, D), "nan": normal(T, H, D)}[bad]
+    if bad == "nan":
+        x[3, 1, 7] = torch.nan
+    with pytest.raises(kv.PlanError, match="calibration sample of layer 0, k"):
+        cache("fp8-tensor").calibrate({0: {"k": x}})
+
+
+def test_channels_come_out_equally_large_and_a_silent_one_is_not_blown_up() -> None:
+    x = normal(500, H, D) * torch.logspace(-0.5, 2, D)
+    x[:, 0, 7] = 0
+    m = smoothing_from(x)
+    amax = (x / m).abs().amax(0)
+    loud = torch.ones(H, D, dtype=torch.bool)
+    loud[0, 7] = False
+    for head in range(H):
+        assert amax[head][loud[head]].max() / amax[head][loud[head]].min() < 1.01
+    assert (amax[0, 7], bool(m[0, 7] > 0)) == (0, True)
+    assert (m.log().mean(-1).abs() < 1e-4).all()
+
+
+def test_one_call_sets_a_layer_and_names_what_does_not_exist() -> None:
+    c = cache({"k": "fp8-tensor", "v": "nvfp4"})
+    m = torch.full((H, D), 2.0)
+    c.set_constants(0, k=0.25, v=0.5, smoothing=m, rotation=True)
+    key, value = c.pools.part(0, "k").constants, c.pools.part(0, "v").constants
+    assert (key.scale, value.scale, key.rotation, value.rotation) == (0.25, 0.5, True, True)
+    assert torch.equal(key.smoothing, m)
+    assert value.smoothing is None
+    c.set_constants(0, rotation={"v": False})
+    assert (key.rotation, value.rotation) == (True, False)
+    with pytest.raises(kv.PlanError, match="no 'latent'; it stores k, v"):
+        c.set_constants(0, latent=0.5)
+
+
+def test_a_latent_takes_its_constants_under_its_own_name() -> None:
+    c = cache("fp8-tensor", LatentKind(64, 32))
+    c.set_constants(1, latent=0.125, smoothing=torch.full((96,), 0.5), rotation=True)
+    latent = c.pools.part(1, "latent").constants
+    assert (latent.scale, latent.rotation_block) == (0.125, 32)
+
+
+def test_scales_come_by_name_by_checkpoint_or_by_mapping(tmp_path: Path) -> None:
+    c = cache("fp8-tensor", scales="unit")
+    assert {x.scale for x in c.pools.constants.values()} == {1.0}
+    names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"]
+    save_file({n: torch.tensor(0.5 + i) for i, n in enumerate(names)}, tmp_path / "model.safetensors")
+    c.set_scales(tmp_path)
+    assert [x.scale for x in c.pools.constants.values()] == [0.5, 1.5, 2.5, 3.5]
+    c.set_scales({(0, "k"): 2.0, (0, "v"): 3.0, (1, "k"): 4.0, (1, "v"): 5.0})
+    assert [x.scale for x in c.pools.constants.values()] == [2.0, 3.0, 4.0, 5.0]
+    with pytest.raises(kv.PlanMismatch, match="layer 1, k"):
+        c.set_scales({(0, "k"): 2.0, (0, "v"): 3.0})
