@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <bit>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -104,9 +105,12 @@ void make_store(PyStore* self, int codec, int num_heads, const std::vector<int>&
   s.constant_scale = constant_scale;
   s.smoothing = pointer<const float>(smoothing);
   s.rotation = rotation;
-  s.rotation_block = s.dim & -s.dim;
-  need(!rotation || s.rotation_block >= 32, "rotation needs a power-of-two factor of at least 32, but the vector has " +
-                                                std::to_string(s.dim) + " elements; switch it off for this part");
+  int common = 0;
+  for (int segment : segments) common = std::gcd(common, segment);
+  s.rotation_block = common & -common;
+  need(!rotation || s.rotation_block >= 32,
+       "rotation needs a power of two of at least 32 that divides the vector's segments, got " +
+           std::to_string(s.rotation_block) + "; switch it off for this part");
   s.counters = &self->counts;
 }
 

@@ -2,14 +2,14 @@
 // Hadamard in blocks of `rotation_block` channels, its own inverse).
 #pragma once
 
-#include "kernels/simd.hpp"
+#include "kernels/codecs/plain.hpp"
 
 namespace kvpool {
 namespace {
 
 // x [dim] <- H x, block by block: butterflies of span 1, 2, 4, ..., then one product by fl32(1 / sqrt(block)).
 inline void rotate(float* x, int dim, int block) {
-  const float norm = 1.0f / std::sqrt(static_cast<float>(block));
+  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
   for (int begin = 0; begin < dim; begin += block) {
     float* y = x + begin;
     for (int span = 1; span < block; span *= 2)
@@ -23,8 +23,11 @@ inline void rotate(float* x, int dim, int block) {
   }
 }
 
-// What is stored, from what the model computed.
+// What is stored, from what the model computed. Finite elements beyond 2^90 are cut to it first, so that neither map
+// makes an infinity of them.
 inline void to_stored(const Store& s, int head, float* x) {
+  if (s.smoothing == nullptr && !s.rotation) return;
+  for (int i = 0; i < s.dim; ++i) x[i] = clamp_finite(x[i], 0x1p90f);
   if (s.smoothing != nullptr) {
     const float* f = s.smoothing + int64_t{head} * s.dim;
     for (int i = 0; i < s.dim; ++i) x[i] = x[i] / f[i];

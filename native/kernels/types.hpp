@@ -62,7 +62,7 @@ struct Store {
   float constant_scale = 1.0f;
   const float* smoothing = nullptr;  // [H, D] fp32 or null
   bool rotation = false;
-  int rotation_block = 1;  // largest power of two that divides every segment boundary used; see rotate()
+  int rotation_block = 1;  // largest power of two that divides every segment
   Counters* counters = nullptr;
 };
 

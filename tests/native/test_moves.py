@@ -118,5 +118,5 @@ def test_refusals_name_the_value_and_the_rule() -> None:
         _native.Workers(1, 9)
     with pytest.raises(ValueError, match="tokens_per_block must be a power of two of at least 2, got 12"):
         _native.Store(0, 1, [32], 12, 4, (0, 0, 0, 0))
-    with pytest.raises(ValueError, match="power-of-two factor of at least 32"):
+    with pytest.raises(ValueError, match="a power of two of at least 32 that divides the vector's segments, got 16"):
         _native.Store(3, 1, [80], 16, 4, (0, 0, 0, 0), rotation=True)

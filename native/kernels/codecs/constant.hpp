@@ -1,0 +1,44 @@
+// `fp8-tensor`, `fp8e5m2-tensor`, `int8-tensor`: one constant decode scale a layer and plane. A NaN or an infinity is
+// NaN, alone; int8 has no such code, stores 0 and counts it.
+#pragma once
+
+#include "kernels/codecs/codec.hpp"
+#include "kernels/codecs/elements.hpp"
+
+namespace kvpool {
+namespace {
+
+template <class Element, bool has_nan>
+struct Constant {
+  static void encode(const Store& s, const float* x, Place at) {
+    const float inverse = 1.0f / s.constant_scale;
+    int saturated = 0, flushed = 0, nonfinite = 0;
+    for (int i = 0; i < s.dim; ++i) {
+      const uint32_t m = magnitude(x[i]);
+      const bool finite = m < kInfBits;
+      const float y = x[i] * inverse;
+      const uint8_t code = Element::encode(finite ? y : has_nan ? from_bits(0x7fc00000) : 0.0f);
+      at.data[i] = code;
+      saturated += finite & (magnitude(y) > bits(Element::largest));
+      flushed += finite & (m != 0) & ((has_nan ? code & 0x7f : code) == 0);
+      nonfinite += !finite;
+    }
+    count(s.counters->saturated, saturated);
+    count(s.counters->flushed, flushed);
+    if (!has_nan) count(s.counters->nonfinite, nonfinite);
+  }
+
+  static void decode(const Store& s, Place at, float* out) {
+    for (int i = 0; i < s.dim; ++i) out[i] = Element::decode(at.data[i]) * s.constant_scale;
+  }
+};
+
+template <>
+struct Codec<CodecId::fp8_tensor> : Constant<E4m3, true> {};
+template <>
+struct Codec<CodecId::fp8e5m2_tensor> : Constant<E5m2, true> {};
+template <>
+struct Codec<CodecId::int8_tensor> : Constant<Int8, false> {};
+
+}  // namespace
+}  // namespace kvpool

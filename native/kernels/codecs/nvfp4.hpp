@@ -1,0 +1,80 @@
+// `nvfp4`, `nvfp4-token`: E2M1 with an E4M3 scale for 16 elements and a decode scale g, constant or one a vector; an
+// element is fl32(c * fl32(bs * g)). Block scales are linear in memory.
+#pragma once
+
+#include "kernels/codecs/codec.hpp"
+#include "kernels/codecs/elements.hpp"
+
+namespace kvpool {
+namespace {
+
+constexpr int kNvfp4Block = 16;
+
+struct Nvfp4Block {
+  int saturated, flushed;
+};
+
+// One block of 16; what it lost when `counted`.
+inline Nvfp4Block encode_nvfp4_block(const float* x, float g, uint8_t* data, uint8_t* block_scale, bool counted) {
+  const uint32_t amax = amax_bits(x, kNvfp4Block);
+  const float wanted = amax >= kInfBits ? from_bits(0x7fc00000) : from_bits(umin(amax, kLargestAmax)) / (6.0f * g);
+  *block_scale = E4m3::encode(wanted);
+  const float s = E4m3::decode(*block_scale) * g;
+  Nvfp4Block lost{0, 0};
+  if (!(s >= kSmallestScale)) {  // NaN as well: then it is in the block scale
+    std::memset(data, 0, kNvfp4Block / 2);
+    if (counted && amax < kInfBits)
+      for (int i = 0; i < kNvfp4Block; ++i) lost.flushed += magnitude(x[i]) != 0;
+    return lost;
+  }
+  const float inverse = 1.0f / s;
+  float y[kNvfp4Block];
+  for (int i = 0; i < kNvfp4Block; ++i) y[i] = x[i] * inverse;
+  pack_e2m1(y, data);
+  if (counted && wanted > E4m3::largest)
+    for (int i = 0; i < kNvfp4Block; ++i) lost.saturated += magnitude(y[i]) > bits(E2m1::largest);
+  return lost;
+}
+
+inline void decode_nvfp4(const Store& s, Place at, float g, float* out) {
+  for (int i = 0; i < s.dim / kNvfp4Block; ++i)
+    unpack_e2m1(at.data + i * (kNvfp4Block / 2), E4m3::decode(at.block_scale[i]) * g, out + i * kNvfp4Block);
+}
+
+template <>
+struct Codec<CodecId::nvfp4> {
+  static void encode(const Store& s, const float* x, Place at) {
+    Nvfp4Block total{0, 0};
+    for (int i = 0; i < s.dim / kNvfp4Block; ++i) {
+      const Nvfp4Block lost = encode_nvfp4_block(x + i * kNvfp4Block, s.constant_scale, at.data + i * (kNvfp4Block / 2),
+                                                 at.block_scale + i, true);
+      total.saturated += lost.saturated;
+      total.flushed += lost.flushed;
+    }
+    count(s.counters->saturated, total.saturated);
+    count(s.counters->flushed, total.flushed);
+  }
+
+  static void decode(const Store& s, Place at, float* out) { decode_nvfp4(s, at, s.constant_scale, out); }
+};
+
+template <>
+struct Codec<CodecId::nvfp4_token> {
+  static void encode(const Store& s, const float* x, Place at) {
+    uint32_t amax = 0;  // over the finite blocks: one bad block must not take the others with it
+    for (int i = 0; i < s.dim / kNvfp4Block; ++i) {
+      const uint32_t a = amax_bits(x + i * kNvfp4Block, kNvfp4Block);
+      amax = a < kInfBits && a > amax ? a : amax;
+    }
+    const float ratio = from_bits(umin(amax, kLargestAmax)) / 2688.0f;
+    const float g = ratio < kSmallestScale ? kSmallestScale : ratio;
+    *at.scale = g;
+    for (int i = 0; i < s.dim / kNvfp4Block; ++i)
+      encode_nvfp4_block(x + i * kNvfp4Block, g, at.data + i * (kNvfp4Block / 2), at.block_scale + i, false);
+  }
+
+  static void decode(const Store& s, Place at, float* out) { decode_nvfp4(s, at, *at.scale, out); }
+};
+
+}  // namespace
+}  // namespace kvpool
