@@ -6,6 +6,7 @@ import torch
 
 from kvpool.backends import Attention, Backend
 from kvpool.errors import LayoutError
+from kvpool.kinds import Lifetime
 from kvpool.pools import Part
 from kvpool.step import Step
 
@@ -90,3 +91,31 @@ def attend(
     lse = torch.empty((t, num_q), dtype=torch.float32, device=q.device) if return_lse else None
     backend.attend(q, k, v, v_dim, step, options, out, lse)
     return out, lse
+
+
+def score(
+    backend: Backend, q: torch.Tensor, weights: torch.Tensor, part: Part, step: Step, lifetime: Lifetime, topk: int
+) -> torch.Tensor:
+    """Pick the tokens that matter most to every row, for `attend`'s `indices`.
+
+    Args:
+        q: `[T, Hi, Di]` indexer queries.
+        weights: `[T, Hi]`, any float type; factor of each head.
+        part: The indexer keys.
+        topk: Tokens wanted.
+
+    Returns:
+        `[T, topk]` int64 slots, best first; -1 where a row sees fewer.
+
+    Raises:
+        LayoutError: A tensor does not fit.
+    """
+    if not step.open:
+        raise LayoutError("score needs an open step; this one has ended")
+    if q.dim() != 3 or topk < 1:
+        raise LayoutError(f"score needs q [T, Hi, Di] and a positive topk, got {list(q.shape)} and {topk}")
+    check("q", q, (step.total_tokens, q.shape[1], part.vector.dim), "[T, Hi, Di]")
+    check("weights", weights, (step.total_tokens, q.shape[1]), "[T, Hi]")
+    indices = torch.empty((step.total_tokens, topk), dtype=torch.int64, device=q.device)
+    backend.score(q, weights, part, step, lifetime, indices)
+    return indices

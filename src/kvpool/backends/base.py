@@ -64,6 +64,25 @@ class Backend(Protocol):
         The parts of `k` stand one after another on the last axis; `v` may be one of them, read up to `v_dim`.
         """
 
+    def score(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        part: Part,
+        step: Step,
+        lifetime: Lifetime,
+        indices: torch.Tensor,
+    ) -> None:
+        """Pick the tokens that matter most to every row, by the sum over heads of `w * relu(q . k)`.
+
+        Args:
+            q: `[T, Hi, Di]` indexer queries.
+            weights: `[T, Hi]` fp32.
+            part: The indexer keys.
+            lifetime: Which positions a row sees.
+            indices: `[T, K]` int64, filled with the slots of the K best, best first; -1 where a row sees fewer.
+        """
+
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
         """Decode the tokens at `slots [n]` int64 into `out [n, H, D]`; a slot of -1 gives zeros."""
 

@@ -97,6 +97,34 @@ class ReferenceBackend:
             values = self.decode(v, block, offset)[..., :v_dim]
             _attend_rows(q[rows], keys, values, seen, options, out[rows], None if lse is None else lse[rows])
 
+    def score(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        part: Part,
+        step: Step,
+        lifetime: Lifetime,
+        indices: torch.Tensor,
+    ) -> None:
+        tables = step.groups[part.group]
+        cu_seqlens = step.cu_seqlens.tolist()
+        indices.fill_(-1)
+        for s in range(step.num_sequences):
+            rows = slice(cu_seqlens[s], cu_seqlens[s + 1])
+            length = int(tables.seq_lens[s])
+            position = torch.arange(length - (rows.stop - rows.start), length)
+            token = torch.arange(length)
+            block = tables.block_table[s].long()[token // part.tokens_per_block]
+            token, block = token[block >= 0], block[block >= 0]
+            offset = token % part.tokens_per_block
+            keys = self.decode(part, block, offset)[:, 0]  # [n, Di]
+            dots = torch.einsum("qhd,nd->qhn", q[rows].float(), keys).relu()
+            scores = (dots * weights[rows].float()[:, :, None]).sum(1)  # [q, n]
+            scores = scores.masked_fill(~visible(position, token, lifetime), float("-inf"))
+            best = scores.topk(min(indices.shape[1], len(token)), dim=1)
+            slots = block * part.tokens_per_block + offset
+            indices[rows, : best.indices.shape[1]] = torch.where(best.values.isinf(), -1, slots[best.indices])
+
     def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         slab = pools.slabs[group]
         for source, destination in pairs:

@@ -27,15 +27,20 @@ from kvpool.backends.triton.launch import (
     part_arguments,
     power,
     rows_of,
+    score_arguments,
 )
+from kvpool.backends.triton.score import score_kernel
 from kvpool.backends.triton.work import StepWork
 from kvpool.backends.triton.write import read_kernel, write_kernel
 from kvpool.codecs.rotation import restore, transform, transform_query
+from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
 from kvpool.step import Step, StepBuffers
 
 #: Words of 8 bytes a program of the copy kernel moves.
 COPY_WORDS = 2048
+#: Vectors of a token that are decoded at a time on their way to another format.
+CONVERT_TOKENS = 16384
 #: Programs wanted for each multiprocessor, so that it has another to run while one waits for memory.
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -192,6 +197,57 @@ class TritonBackend:
                 **{name: call.constants[name] for name in ("NUM_HEADS", "GROUP", "V_COUNT", "V_WIDTH", "CAST")},
                 num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
+
+    def score(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        part: Part,
+        step: Step,
+        lifetime: Lifetime,
+        indices: torch.Tensor,
+    ) -> None:
+        num_rows, heads = q.shape[0], q.shape[1]
+        if not num_rows:
+            return
+        arguments, work = self.arguments(part), self._work[step.buffers]
+        tables = step.groups[part.group]
+        constants = part.constants
+        if constants.smoothing is not None or constants.rotation:
+            q = _transform_query(q, (part,))
+        call = score_arguments(arguments, q.dtype, self.target)
+        tile_heads = power(heads, 16)
+        tile_tokens = max(64 // tile_heads, 1) if work.max_rows > 1 else 1
+        cut = schedule.Cut(lifetime, tile_tokens, call["BLOCK_N"], 1, self.target.num_processors * 4)
+        items = work.items(cut, part.group)
+        width = tables.block_table.shape[1] * part.tokens_per_block
+        scores = torch.full((num_rows, width), float("-inf"), dtype=torch.float32, device=q.device)
+        score_kernel[(max(items.num_items, 1),)](
+            q, weights, scores, items.items, step.cu_seqlens, tables.seq_lens, tables.block_table,
+            arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
+            q.stride(0), q.stride(1), weights.stride(0), scores.stride(0), tables.block_table.stride(0),
+            WINDOW=lifetime.window or 0, CHUNK=lifetime.chunk or 0, SINK_TOKENS=lifetime.sink_tokens,
+            Q_HEADS=heads, TILE_HEADS=tile_heads, TILE_TOKENS=tile_tokens, TOKENS_PER_BLOCK=part.tokens_per_block,
+            **call, num_warps=4, num_stages=3, enable_fp_fusion=True,
+        )  # fmt: skip
+        # A row sees at most as many tokens as the table is wide.
+        best = scores.topk(min(indices.shape[1], width), dim=1)
+        row = torch.arange(num_rows, dtype=torch.int32, device=q.device)
+        sequence = torch.searchsorted(step.cu_seqlens[1 : step.num_sequences + 1], row, right=True)
+        entry = best.indices // part.tokens_per_block
+        block = tables.block_table[sequence.clamp(max=step.num_sequences - 1)].gather(1, entry).long()
+        slots = block * part.tokens_per_block + best.indices % part.tokens_per_block
+        indices.fill_(-1)
+        indices[:, : slots.shape[1]] = torch.where(best.values == float("-inf"), -1, slots)
+
+    def convert(self, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
+        """Store the vectors at `source_slots [n]` of one part at `slots [n]` of another of any codec and layout."""
+        for first in range(0, len(slots), CONVERT_TOKENS):
+            piece = slice(first, first + CONVERT_TOKENS)
+            shape = (len(slots[piece]), source.num_heads, source.vector.dim)
+            vectors = torch.empty(shape, dtype=torch.float32, device=slots.device)
+            self.read(source, source_slots[piece], vectors)
+            self.store(part, vectors, torch.where(source_slots[piece] >= 0, slots[piece], -1))
 
     def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         slab = pools.slabs[group]

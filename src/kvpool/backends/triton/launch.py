@@ -326,6 +326,25 @@ def _scales_of(part: PartArguments, count: int) -> tuple[int, int]:
     return (lengths[0] if covered > 1 else power(count, 16)), covered
 
 
+def score_arguments(part: PartArguments, q_dtype: torch.dtype, target: Target) -> dict[str, Any]:
+    """Return the constant parameters of the score kernel for indexer keys."""
+    dim = sum(part.segments)
+    segment, num_scales = _scales_of(part, dim)
+    dot, precision = product_type(q_dtype, part)
+    if target.interpreted:
+        dot, precision = torch.float32, "ieee"
+    return part.prefixed("K") | {
+        "K_COUNT": dim,
+        "K_WIDTH": power(dim, 16),
+        "K_SCALES": num_scales,
+        "K_SEGMENT": segment,
+        "DTYPE": TYPES[dot],
+        "PRECISION": precision,
+        "HARDWARE": target.hardware,
+        "BLOCK_N": 64,
+    }
+
+
 def option_constants(options: Attention, has_lse: bool) -> dict[str, Any]:
     """Return the constant parameters of what is asked."""
     lifetime = options.lifetime
