@@ -146,10 +146,18 @@ class KVCache:
         decision = self.ledger.begin_step([(seq.id, most) for seq, most in items], buffers.arrays, commit=commit)
         self._turn ^= 1
         for group, copies in decision.copies_by_group():
-            self.backend.copy(self.pools, group, [(c.src, c.dst) for c in copies])
+            self.backend.copy(self.pools, group, copies)
         step = Step(buffers, decision, self._close)
         self.backend.begin(step)
         return step
+
+    def fits(self, items: SequenceOf[tuple[Sequence, int]]) -> int:
+        """Return how many leading items a step would take now; changes nothing.
+
+        Args:
+            items: As for `step`.
+        """
+        return self.ledger.fits([(seq.id, most) for seq, most in items])
 
     def _close(self, step: Step, failed: bool) -> None:
         if failed:

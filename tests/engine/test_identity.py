@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 import kvpool as kv
-from kvpool.engine.batch import Request, generate
+from kvpool.engine import Engine, Params
 from kvpool.engine.embedded import load_model
-from kvpool.transformers import PackedCache, register_attention
 
 pytestmark = pytest.mark.model
 
@@ -31,7 +31,7 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(2)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     network, tokenizer = load_model(None, "fp32", notify=lambda text: None)
     return network, tokenizer
 
@@ -71,22 +71,19 @@ def expected(model, prompts):
 
 def run(model, prompts, *, together: bool, rounds: int = 1, **settings):
     """Generate with kvpool; with two rounds the second finds its prompts in the prefix tree."""
-    network, _ = model
+    network, tokenizer = model
     backend = settings.pop("backend")
-    network.set_attn_implementation(register_attention())
     spec = kv.CacheSpec.from_config(network.config)
-    plan = kv.make_plan(
-        spec, num_blocks=9000 // settings["tokens_per_block"], codec="fp32", max_seq_len=2048, **settings
-    )
-    cache = kv.KVCache(plan, backend=backend)
-    packed = PackedCache(cache, network)
-    requests = [Request(row, NEW_TOKENS) for row in prompts]
+    blocks = 9000 // settings["tokens_per_block"]
+    plan = kv.make_plan(spec, num_blocks=blocks, codec="fp32", max_seq_len=2048, **settings)
+    engine = Engine(network, tokenizer, plan, backend=backend)
+    params = Params(NEW_TOKENS, stop_ids=frozenset())
     for _ in range(rounds):
-        batches = [requests] if together else [[r] for r in requests]
-        answers = [answer for batch in batches for answer in generate(packed, batch)]
-        cache.check()
+        batches = [prompts] if together else [[row] for row in prompts]
+        answers = [answer for batch in batches for answer in engine.generate(batch, params)]
+        engine.cache.check()
     network.set_attn_implementation("sdpa")
-    return answers, cache
+    return answers, engine.cache
 
 
 def assert_same(answers, expected):

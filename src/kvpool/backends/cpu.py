@@ -66,8 +66,9 @@ def choose_threads(wanted: str | None) -> int:
     return int(wanted)
 
 
-def _strides(plane: Plane | None) -> tuple[int, int, int, int] | None:
-    return None if plane is None else (plane.address, *plane.strides[:3])
+def _strides(plane: Plane) -> tuple[int, int, int, int]:
+    b, h, n = plane.strides[:3]
+    return plane.address, b, h, n
 
 
 class CpuBackend:
@@ -135,8 +136,8 @@ class CpuBackend:
                 part.tokens_per_block,
                 part.planes["data"].tensor.shape[0],
                 _strides(part.planes["data"]),
-                _strides(part.planes.get("scale")),
-                _strides(part.planes.get("block_scale")),
+                _strides(part.planes["scale"]) if "scale" in part.planes else None,
+                _strides(part.planes["block_scale"]) if "block_scale" in part.planes else None,
                 1.0 if constants.scale is None else constants.scale,
                 0 if constants.smoothing is None else constants.smoothing.data_ptr(),
                 constants.rotation,
@@ -213,8 +214,8 @@ class CpuBackend:
                     for factor in range(pool.kv_factor):
                         tensor = slab.plane(plane)[:, layer, factor]
                         size = (tensor.shape[3] if tensor.dim() == 4 else 1) * tensor.element_size()
-                        strides = (plane.strides[0], *plane.strides[3:5])
-                        planes.append(((tensor.data_ptr(), *strides), pool.num_heads, size))
+                        b, h, n = plane.strides[0], plane.strides[3], plane.strides[4]
+                        planes.append(((tensor.data_ptr(), b, h, n), pool.num_heads, size))
         pairs = torch.tensor(slots, dtype=torch.int64).T.contiguous()  # [2, n]
         mover = _native.Mover(planes, slab.group.tokens_per_block)
         mover(self._workers, pairs[0].data_ptr(), pairs[1].data_ptr(), pairs.shape[1])

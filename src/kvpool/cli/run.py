@@ -6,14 +6,17 @@ import json
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpool.errors import KVError
+from kvpool.plan import make_plan
+
+if TYPE_CHECKING:
+    from kvpool.engine import Answer, Engine, Event
 
 #: Shared by the default prompts, so that the run shows a prefix computed once.
 SYSTEM_PROMPT = (
@@ -45,46 +48,36 @@ class LayoutName(StrEnum):
     NHD = "NHD"
 
 
-@dataclass(slots=True)
 class TextStream:
     """Prints answers in order: the first as it comes, each later one when those before it are done.
 
-    Attributes:
-        tokenizer: Decodes token ids.
-        count: Number of answers.
+    Args:
+        ids: Requests, in the order their answers are printed.
     """
 
-    tokenizer: Any
-    count: int
-    current: int = 0
-    ids: dict[int, list[int]] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    printed: int = 0
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+        self._current = 0
+        self._waiting = dict.fromkeys(ids, "")
+        self._begun = False
+        self._done: set[int] = set()
 
-    def token(self, index: int, token: int) -> None:
-        """Take one generated token of answer `index`."""
-        self.ids.setdefault(index, []).append(token)
-        if index == self.current:
-            self._print()
-
-    def finish(self, index: int) -> None:
-        """Note that answer `index` is complete, and print what waited for it."""
-        self.done.add(index)
-        while self.current in self.done:
-            self._print(last=True)
-            self.current, self.printed = self.current + 1, 0
-            if self.current < self.count:
-                self._print()
-
-    def _print(self, last: bool = False) -> None:
-        text = self.tokenizer.decode(self.ids.get(self.current, []), skip_special_tokens=True)
-        if not last and text.endswith("\ufffd"):
-            return  # the rest of a character is still to come
-        if self.printed == 0:
-            sys.stdout.write(f"\n[{self.current + 1}] ")
-        sys.stdout.write(text[self.printed :] + ("\n" if last else ""))
+    def take(self, event: Event) -> None:
+        """Take one event of the engine."""
+        self._waiting[event.request] += event.text
+        if event.finish_reason:
+            self._done.add(event.request)
+        while self._current < len(self._ids):
+            request = self._ids[self._current]
+            text, self._waiting[request] = self._waiting[request], ""
+            if text and not self._begun:
+                text, self._begun = f"\n[{self._current + 1}] {text.lstrip()}", True
+            sys.stdout.write(text)
+            if request not in self._done:
+                break
+            sys.stdout.write("\n")
+            self._current, self._begun = self._current + 1, False
         sys.stdout.flush()
-        self.printed = max(len(text), 1)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -159,10 +152,8 @@ def run(
     import torch
 
     import kvpool as kv
-    from kvpool.engine.batch import Request, Timing, generate
+    from kvpool.engine import Engine, Params, Sampling
     from kvpool.engine.embedded import load_model
-    from kvpool.engine.sampler import Sampling
-    from kvpool.transformers import PackedCache, register_attention
 
     def say(text: str) -> None:
         if not as_json:
@@ -172,7 +163,6 @@ def run(
     torch.set_num_threads(workers)
     say(f"loading {model or 'the embedded model'} as {dtype}")
     network, tokenizer = load_model(model, dtype, notify=say)
-    network.set_attn_implementation(register_attention())
     texts = list(prompt or []) + (read_prompts(prompts) if prompts else [])
     system = None if texts else SYSTEM_PROMPT
     rows = encode(tokenizer, texts or list(DEFAULT_PROMPTS), chat=chat, system=system)
@@ -191,80 +181,61 @@ def run(
     else:
         settings["budget"] = budget
     plan = kv.make_plan(spec, **settings)
-    cache = kv.KVCache(plan, backend=backend)
-    packed = PackedCache(cache, network)
-    requests = [
-        Request(
-            row,
-            max_new_tokens,
-            frozenset(_stop_ids(network, tokenizer)),
-            Sampling(temperature, top_k, top_p, seed + index),
-        )
-        for index, row in enumerate(rows)
-    ]
+    engine = Engine(network, tokenizer, plan, backend=backend)
+    params = [Params(max_new_tokens, Sampling(temperature, top_k, top_p, seed + i)) for i in range(len(rows))]
     say(f"answering {len(rows)} prompts of {min(map(len, rows))} to {max(map(len, rows))} tokens")
-    stream = None if as_json else TextStream(tokenizer, len(rows))
-    timing = Timing()
-    generated = [0] * len(rows)
-    interrupted = False
-
-    def on_token(index: int, token: int) -> None:
-        generated[index] += 1
-        if stream:
-            stream.token(index, token)
-            if token in requests[index].stop_ids or generated[index] == max_new_tokens:
-                stream.finish(index)
-
+    ids = [engine.add(row, chosen) for row, chosen in zip(rows, params, strict=True)]
+    stream = None if as_json else TextStream(ids)
     started = time.perf_counter()
+    interrupted = False
     try:
-        answers = generate(packed, requests, on_token, timing)
+        while not engine.idle:
+            for event in engine.step():
+                if event.error:
+                    raise KVError(f"prompt {ids.index(event.request) + 1}: {event.error}")
+                if stream:
+                    stream.take(event)
     except KeyboardInterrupt:
-        interrupted, answers = True, []
-    report = make_report(cache, plan, timing)
+        interrupted = True
+        for request in ids:
+            engine.abort(request)
+    answers = [engine.answer(request) for request in ids]
+    report = make_report(engine)
     if as_json:
-        payload = {
-            "answers": [
-                {
-                    "prompt_tokens": a.prompt_tokens,
-                    "cached_tokens": a.cached_tokens,
-                    "generated_tokens": len(a.token_ids),
-                    "text": tokenizer.decode(a.token_ids, skip_special_tokens=True),
-                    "token_ids": a.token_ids,
-                }
-                for a in answers
-            ],
-            "report": report,
-            "plan": plan.to_dict(),
-        }
-        print(json.dumps(payload))
+        print(json.dumps({"answers": [answer_row(a) for a in answers], "report": report, "plan": plan.to_dict()}))
     else:
         print_report(plan, report, time.perf_counter() - started)
     if interrupted:
-        say(f"\ninterrupted: {sum(generated)} tokens of {len(rows)} answers were generated, every block was given back")
+        say(
+            f"\ninterrupted: {sum(len(a.token_ids) for a in answers)} tokens of {len(rows)} answers were generated;"
+            f" {report['blocks']['used']} blocks are still in use"
+        )
         raise typer.Exit(130)
 
 
-def _stop_ids(network: Any, tokenizer: Any) -> set[int]:
-    """Tokens that end an answer, from the generation configuration and the tokenizer."""
-    ids = network.generation_config.eos_token_id
-    found = set(ids if isinstance(ids, list) else [ids]) | {tokenizer.eos_token_id}
-    return {int(i) for i in found if i is not None}
-
-
-def make_report(cache: Any, plan: Any, timing: Any) -> dict[str, Any]:
-    """Collect the figures of a run, as the `report` object of `--json`."""
-    stats = cache.stats()
-    bytes_held = sum(n * g.bytes_per_block for n, g in zip(timing.peak_blocks, plan.groups, strict=True))
+def answer_row(answer: Answer) -> dict[str, Any]:
+    """Return an answer as `--json` shows it."""
     return {
-        "blocks": {
-            "used": stats.used,
-            "cached": stats.cached,
-            "free": stats.free,
-            "total": stats.committed,
-        },
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "generated_tokens": len(answer.token_ids),
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+    }
+
+
+def make_report(engine: Engine) -> dict[str, Any]:
+    """Collect the figures of a run, as the `report` object of `--json`."""
+    stats, timing, plan = engine.cache.stats(), engine.timing, engine.cache.plan
+    peak = timing.peak_blocks or tuple(0 for _ in plan.groups)
+    held = sum(n * g.bytes_per_block for n, g in zip(peak, plan.groups, strict=True))
+    plain = make_plan(plan.spec, num_blocks=1, codec="bf16", tokens_per_block=plan.tokens_per_block)
+    bf16 = sum(n * g.bytes_per_block for n, g in zip(peak, plain.groups, strict=True))
+    return {
+        "blocks": {"used": stats.used, "cached": stats.cached, "free": stats.free, "total": stats.committed},
         "prefix_hit_tokens": stats.hit_tokens,
-        "bytes_held": bytes_held,
-        "bytes_bf16": bytes_held,
+        "bytes_held": held,
+        "bytes_bf16": bf16,
         "prefill_tokens_per_s": timing.prefill_tokens / timing.prefill_s if timing.prefill_s else 0.0,
         "decode_tokens_per_s": timing.decode_tokens / timing.decode_s if timing.decode_s else 0.0,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

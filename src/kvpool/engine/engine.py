@@ -1,0 +1,259 @@
+"""Continuous batching from Python: requests in, events out, one forward pass a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.cache import KVCache
+from kvpool.engine.detokenizer import Detokenizer
+from kvpool.engine.request import Answer, Event, Params, Request
+from kvpool.engine.sampler import Sampler, sample
+from kvpool.engine.scheduler import Scheduler
+from kvpool.errors import KVError, OutOfBlocks
+from kvpool.plan import Plan
+from kvpool.transformers import PackedCache, register_attention
+
+
+@dataclass(slots=True)
+class Timing:
+    """Rows and seconds since the engine was made.
+
+    Attributes:
+        scheduler_s: Time outside the model's forward: scheduling, ledger, sampling, text.
+        peak_blocks: Most blocks used at once, by group.
+    """
+
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    scheduler_s: float = 0.0
+    peak_blocks: tuple[int, ...] = ()
+
+
+class Engine:
+    """Serves many requests on one model and one cache.
+
+    Args:
+        model: A transformers causal language model; its attention is set to kvpool's.
+        tokenizer: Its tokenizer.
+        plan: The cache's plan.
+        cache: A cache on that plan; None makes one.
+        backend: Of the cache it makes.
+        clock: Seconds, monotonic.
+
+    One thread calls `step`, `stream` and `generate`; see `kvpool.serve` for use from many.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        plan: Plan,
+        *,
+        cache: KVCache | None = None,
+        backend: str = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        model.set_attn_implementation(register_attention())
+        self.cache = KVCache(plan, backend=backend) if cache is None else cache
+        self.tokenizer = tokenizer
+        self.scheduler = Scheduler(self.cache)
+        self.timing = Timing()
+        self._packed = PackedCache(self.cache, model)
+        self._clock = clock
+        self._requests: dict[int, Request] = {}
+        self._pending: list[Event] = []
+        self._next_id = 0
+        self._stop_ids = stop_ids(model, tokenizer)
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def add(self, prompt: str | SequenceOf[int], params: Params | None = None) -> int:
+        """Queue a request and return its id. One that can never be served ends at once with an event.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How to answer.
+
+        Raises:
+            KVError: The prompt is empty.
+        """
+        params = Params() if params is None else params
+        ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise KVError("the prompt has no tokens")
+        request = Request(
+            id=self._next_id,
+            prompt_ids=ids,
+            params=params,
+            stop_ids=self._stop_ids if params.stop_ids is None else params.stop_ids,
+            sampler=Sampler(params.sampling),
+            detokenizer=Detokenizer(self.tokenizer, params.stop),
+            arrived_s=self._clock(),
+        )
+        self._next_id += 1
+        self._requests[request.id] = request
+        longest = self.cache.plan.max_seq_len
+        if len(ids) + params.max_new_tokens > longest:
+            self._finish(
+                request,
+                "error",
+                f"{len(ids)} prompt tokens and {params.max_new_tokens} new ones exceed the longest sequence: {longest}",
+            )
+            return request.id
+        try:
+            self.scheduler.add(request)
+        except OutOfBlocks as error:
+            self._finish(request, "error", str(error))
+        return request.id
+
+    def abort(self, request_id: int) -> None:
+        """End a request; what it computed stays matchable. An unknown or finished one is no error."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.finish_reason:
+            self._finish(request, "abort")
+
+    def answer(self, request_id: int) -> Answer:
+        """Return a finished request and forget it.
+
+        Raises:
+            KVError: It is unknown, or still running.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not request.finish_reason:
+            raise KVError(f"request {request_id} is {'unknown' if request is None else 'still running'}")
+        del self._requests[request_id]
+        first, last, count = request.first_token_s, request.last_token_s, len(request.token_ids)
+        return Answer(
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=request.cached_tokens,
+            computed_tokens=request.computed_tokens,
+            token_ids=request.token_ids,
+            text=request.detokenizer.text,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            num_preemptions=request.num_preemptions,
+            time_to_first_token_s=None if first is None else first - request.arrived_s,
+            time_between_tokens_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),
+        )
+
+    @property
+    def idle(self) -> bool:
+        """True when no request waits or runs and every event was returned."""
+        return not (self.scheduler.running or self.scheduler.waiting or self._pending)
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Run one forward pass and return what came of it."""
+        started = time.perf_counter()
+        self._expire()
+        items = self._schedule()
+        if items:
+            by_sequence = {r.sequence.id: r for r, _ in items if r.sequence is not None}
+            with self.cache.step([(r.sequence, tokens) for r, tokens in items if r.sequence is not None]) as step:
+                before = time.perf_counter()
+                logits = self._packed.forward(step)
+                forward_s = time.perf_counter() - before
+            for sequence, rows in zip(step.sequences, step.num_tokens.tolist(), strict=True):
+                request = by_sequence[sequence]
+                request.computed_tokens += rows
+                if not request.admitted and request.sequence is not None:
+                    request.admitted, request.cached_tokens = True, request.sequence.num_cached_tokens
+            sampled = [by_sequence[sequence] for sequence in step.decision.sampled]
+            ids = sample(logits, [r.sampler for r in sampled])
+            self.cache.extend(step, ids)
+            for request, token in zip(sampled, ids, strict=True):
+                self._take(request, token)
+            self._count(step.total_tokens, len(ids), time.perf_counter() - started, forward_s)
+        events, self._pending = self._pending, []
+        return events
+
+    def stream(
+        self, prompts: SequenceOf[str | SequenceOf[int]], params: Params | SequenceOf[Params] | None = None
+    ) -> Iterator[Event]:
+        """Queue prompts and yield events until all of them are answered; leaving early aborts the rest."""
+        ids = self._add_all(prompts, params)
+        try:
+            while not self.idle:
+                yield from self.step()
+        finally:
+            for request in ids:
+                self.abort(request)
+
+    def generate(
+        self, prompts: SequenceOf[str | SequenceOf[int]], params: Params | SequenceOf[Params] | None = None
+    ) -> list[Answer]:
+        """Answer prompts and return the answers in their order."""
+        ids = self._add_all(prompts, params)
+        while not self.idle:
+            self.step()
+        return [self.answer(request) for request in ids]
+
+    def _add_all(
+        self, prompts: SequenceOf[str | SequenceOf[int]], params: Params | SequenceOf[Params] | None
+    ) -> list[int]:
+        if isinstance(prompts, str):
+            raise KVError("prompts is one string; give a list of prompts")
+        each = [params] * len(prompts) if params is None or isinstance(params, Params) else list(params)
+        if len(each) != len(prompts):
+            raise KVError(f"{len(prompts)} prompts but {len(each)} params")
+        return [self.add(prompt, chosen) for prompt, chosen in zip(prompts, each, strict=True)]
+
+    def _schedule(self) -> list[tuple[Request, int]]:
+        while True:
+            try:
+                return self.scheduler.schedule()
+            except OutOfBlocks as error:
+                stuck = next(r for r in self.scheduler.running if r.sequence and r.sequence.id in error.sequences)
+                self._finish(stuck, "error", str(error))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for request in [r for r in self.scheduler if r.deadline is not None and r.deadline <= now]:
+            self._finish(request, "deadline")
+
+    def _take(self, request: Request, token: int) -> None:
+        """Give a request its next token."""
+        now = self._clock()
+        request.first_token_s = now if request.first_token_s is None else request.first_token_s
+        request.last_token_s = now
+        request.token_ids.append(token)
+        text = request.detokenizer.push(token)
+        if token in request.stop_ids or request.detokenizer.stopped:
+            self._finish(request, "stop", token=token, text=text)
+        elif len(request.token_ids) == request.params.max_new_tokens:
+            self._finish(request, "length", token=token, text=text)
+        else:
+            self._pending.append(Event(request.id, token, text))
+
+    def _finish(
+        self, request: Request, reason: str, error: str = "", *, token: int | None = None, text: str = ""
+    ) -> None:
+        self.scheduler.remove(request)
+        request.finish_reason, request.error = reason, error
+        self._pending.append(Event(request.id, token, text + request.detokenizer.finish(), reason, error))
+
+    def _count(self, computed: int, sampled: int, seconds: float, forward_s: float) -> None:
+        timing = self.timing
+        timing.num_steps += 1
+        timing.scheduler_s += seconds - forward_s
+        if computed > sampled:
+            timing.prefill_tokens, timing.prefill_s = timing.prefill_tokens + computed, timing.prefill_s + seconds
+        else:
+            timing.decode_tokens, timing.decode_s = timing.decode_tokens + computed, timing.decode_s + seconds
+        used = [group.used for group in self.cache.stats().groups]
+        timing.peak_blocks = tuple(map(max, used, timing.peak_blocks or used))
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, from the generation configuration and the tokenizer."""
+    ids = model.generation_config.eos_token_id
+    found = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id}
+    return frozenset(int(i) for i in found if i is not None)

@@ -1,0 +1,109 @@
+"""Which requests take part in the next step: decode first, then prefill chunks, then newcomers. Knows no model."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from kvpool.cache import KVCache
+from kvpool.engine.request import Request
+from kvpool.errors import OutOfBlocks
+
+
+class Scheduler:
+    """Continuous batching over one cache.
+
+    Invariants: a request is in `waiting` or in `running` or in neither; `waiting` is sorted by `order`; every request
+    in `running` holds an admitted sequence.
+
+    The oldest request of the highest priority is never preempted, so some request always advances. After a preemption
+    nobody is admitted until a request ends: else the one that just left would come back to be preempted again.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self._full = False
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, request: Request) -> None:
+        """Put a request in the queue.
+
+        Raises:
+            OutOfBlocks: Its prompt can never fit.
+        """
+        self._open(request)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def remove(self, request: Request, *, keep: bool = True) -> None:
+        """Take a request out, wherever it is, and give its blocks back."""
+        self._full = False
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if request.sequence is not None:
+            request.sequence.release(keep=keep)
+            request.sequence = None
+
+    def schedule(self) -> list[tuple[Request, int]]:
+        """Return `(request, most tokens to compute)` for the next step; newcomers in it count as running.
+
+        Raises:
+            OutOfBlocks: A request that runs alone does not fit any more; `.sequences` names it.
+        """
+        while True:
+            items = self._running_items()
+            newcomers = [] if self._full else self.waiting[: self.cache.plan.max_sequences - len(items)]
+            candidates = [*items, *((r, _remaining(r)) for r in newcomers)]
+            fitting = self.cache.fits([(r.sequence, tokens) for r, tokens in candidates if r.sequence is not None])
+            if fitting >= len(items):
+                break
+            self._preempt()
+        admitted = newcomers[: fitting - len(items)]
+        self.running += admitted
+        del self.waiting[: len(admitted)]
+        return candidates[:fitting]
+
+    def _running_items(self) -> list[tuple[Request, int]]:
+        """Running requests for which the step has room, decode rows first: they are short."""
+        self.running.sort(key=lambda r: (_remaining(r) > 1, r.order))
+        items, room = [], self.cache.plan.max_step_tokens
+        for request in self.running[: self.cache.plan.max_sequences]:
+            if room == 0:
+                break
+            items.append((request, min(_remaining(request), room)))
+            room -= items[-1][1]
+        return items
+
+    def _preempt(self) -> None:
+        """Give back the blocks of the request that matters least; what it computed stays matchable."""
+        victim = max(self.running, key=lambda r: r.order)
+        assert victim.sequence is not None
+        if len(self.running) == 1:
+            raise OutOfBlocks(
+                f"request {victim.id} has {len(victim.sequence)} tokens and nothing else runs, yet it needs more blocks"
+                " than the plan has; raise the budget or lower max_new_tokens",
+                (victim.sequence.id,),
+            )
+        self._full = True
+        self.running.remove(victim)
+        victim.sequence.release(keep=True)
+        victim.num_preemptions += 1
+        self._open(victim)
+        bisect.insort(self.waiting, victim, key=lambda r: r.order)
+
+    def _open(self, request: Request) -> None:
+        request.sequence = self.cache.sequence(
+            [*request.prompt_ids, *request.token_ids], salt=request.params.salt, retention=request.params.retention
+        )
+
+
+def _remaining(request: Request) -> int:
+    """Known tokens of a request that are not computed."""
+    assert request.sequence is not None
+    return len(request.sequence) - request.sequence.num_computed_tokens
