@@ -111,7 +111,12 @@ class CpuMemory:
 
 
 def reserve(device: str, reserved_bytes: int) -> Memory:
-    """Reserve an address range on a device (`cpu`)."""
-    if device == "cpu":
+    """Reserve an address range on a device (`cpu`, `cuda`, `cuda:1`)."""
+    kind = device.partition(":")[0]
+    if kind == "cpu":
         return CpuMemory(reserved_bytes)
-    raise KVError(f"no memory for device {device!r}; known: cpu")
+    if kind == "cuda":
+        from kvpool.pools.cuda import reserve_cuda
+
+        return reserve_cuda(device, reserved_bytes)
+    raise KVError(f"no memory for device {device!r}; known: cpu, cuda")
