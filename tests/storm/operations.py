@@ -23,16 +23,19 @@ class Operation:
     run: Callable[[Storm], str | None]
     weight: int
     covers: tuple[str, ...]
+    needs: str
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(weight: int, *covers: str) -> Callable[[Callable[[Storm], str | None]], Callable[[Storm], str | None]]:
-    """Register an operation under its function's name."""
+def operation(
+    weight: int, *covers: str, needs: str = "open"
+) -> Callable[[Callable[[Storm], str | None]], Callable[[Storm], str | None]]:
+    """Register an operation under its function's name; `needs` names the ledger's method behind it."""
 
     def add(function: Callable[[Storm], str | None]) -> Callable[[Storm], str | None]:
-        OPERATIONS[function.__name__] = Operation(function, weight, covers)
+        OPERATIONS[function.__name__] = Operation(function, weight, covers, needs)
         return function
 
     return add
@@ -103,9 +106,11 @@ def refused(storm: Storm, items: list[tuple[Live, int]], before: object, error: 
     storm.must(bool(error.sequences) and set(error.sequences) <= set(ids), f"{error.sequences} did not fit, of {ids}")
     if all(group.lifetime is not None and group.name == "full" for group in storm.plan.groups):
         n = storm.case.tokens_per_block
-        need = sum(
-            -(-min(len(live.tokens), live.computed + most) // n) - -(-live.computed // n) + 1 for live, most in items
-        )
+        # A match may take more cached blocks than the step computes tokens; one more block each for a copy.
+        ends = [
+            min(len(live.tokens), live.computed + most) if live.admitted else len(live.tokens) for live, most in items
+        ]
+        need = sum(-(-end // n) - -(-live.computed // n) + 1 for end, (live, _) in zip(ends, items, strict=True))
         storm.must(need > after.free + after.cached, f"refused, though {need} blocks are enough: {error}")
     return f"{ids} refused"
 
@@ -126,7 +131,7 @@ def append_known(storm: Storm) -> str | None:
     return f"{live.seq} +{len(tokens)}"
 
 
-@operation(6, "Sequence.rewind")
+@operation(6, "Sequence.rewind", needs="rewind")
 def rewind(storm: Storm) -> str | None:
     """Forget the last tokens, over block borders too, also into what was matched."""
     able = [live for live in storm.live if live.admitted and len(live.tokens) > 1]
@@ -142,7 +147,7 @@ def rewind(storm: Storm) -> str | None:
     return f"{live.seq} -{count}"
 
 
-@operation(5, "Sequence.fork")
+@operation(5, "Sequence.fork", needs="fork")
 def fork(storm: Storm) -> str | None:
     """A second sequence over the same blocks; both go on, each its own way."""
     able = [live for live in storm.live if live.admitted]

@@ -3,26 +3,61 @@
 from __future__ import annotations
 
 import inspect
+import random
 import zlib
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import kvpool as kv
-from kvpool.kinds import KVKind, LatentKind, LayerSpec
+from kvpool.backends.reference import ReferenceBackend
+from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, SharedKind
+from kvpool.pools import Part
 from kvpool.sequence import Sequence
+from kvpool.step import Step
 
 from .operations import OPERATIONS
-from .world import Case, Storm
+from .world import Case, Fault, Storm
 
 GQA = (LayerSpec((KVKind(3, 32),)),) * 2  # H, N and D differ in every case
 MLA = (LayerSpec((LatentKind(64, 32),)),) * 2
+DSA = (LayerSpec((LatentKind(64, 32), IndexerKind(32, quant_block=32))),) * 2
+UNEQUAL = (LayerSpec((KVKind(2, 64, v_head_dim=32),)),) * 2
+SHARED = (*GQA, LayerSpec((SharedKind(0),)))
+WINDOW = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(2, 64),), Lifetime(window=13)))
+CHUNK = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(3, 32),), Lifetime(chunk=24)))
+
+#: A kernel may round probabilities and decoded values to bf16: 2^-8 of the largest value, 128.
+ROUNDED = 0.6
 
 CASES = [
-    Case("gqa-bf16-reference", GQA),
-    Case("gqa-fp32-nhd-reference", GQA, codec="fp32", layout="NHD", tokens_per_block=2, num_blocks=50),
-    Case("gqa-fp16-block-16-reference", GQA, codec="fp16", tokens_per_block=16, num_blocks=12),
-    Case("mla-bf16-reference", MLA),
+    Case("gqa-bf16", GQA),
+    Case("gqa-fp32-nhd", GQA, codec="fp32", layout="NHD", tokens_per_block=2, num_blocks=50),
+    Case("gqa-fp16-block-16", GQA, codec="fp16", tokens_per_block=16, num_blocks=12),
+    Case("gqa-int8-k-fp8-v-nhd", GQA, codec={"k": "int8", "v": "fp8"}, layout="NHD"),
+    Case("gqa-nvfp4-token-fp8-tensor", GQA, codec={"k": "nvfp4-token", "v": "fp8-tensor"}),
+    Case("unequal-heads-bf16-nhd", UNEQUAL, layout="NHD"),
+    Case("shared-bf16", SHARED),
+    Case("mla-bf16", MLA),
+    Case("mla-split", MLA, codec={"latent": "fp8", "rope": "bf16"}, layout="NHD"),
+    Case("dsa-fp8", DSA, codec="fp8"),
+    Case("window-bf16", WINDOW),
+    Case("chunk-bf16-nhd", CHUNK, layout="NHD"),
+    Case("gqa-bf16-cpu", GQA, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
+    Case("gqa-fp32-nhd-cpu", GQA, codec="fp32", layout="NHD", backend="cpu", tokens_per_block=32, num_blocks=10),
+    Case("mla-bf16-cpu", MLA, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
+    Case("window-bf16-cpu", WINDOW, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny: torch's threads would cost far more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -41,9 +76,49 @@ def test_every_read_in_a_storm_is_what_was_written(case: Case, seed: int | None)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_long_storm_of_a_fresh_seed_reads_what_was_written(case: Case, seed: int | None) -> None:
-    chosen = int.from_bytes(__import__("os").urandom(4), "little") if seed is None else seed
+    chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
     print(f"seed {chosen}")
     Storm(case, chosen).run(5000, OPERATIONS)
+
+
+def skip_copies(backend: ReferenceBackend, *_: object) -> None:
+    """A block written while it is shared is not copied first."""
+
+
+def forget_a_head(
+    backend: ReferenceBackend, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step
+) -> None:
+    """The last head of what is written is left as it was."""
+    held = [part.planes["data"].tensor[:, -1].clone() for part in parts]
+    WRITE(backend, parts, tensors, step)
+    for part, old in zip(parts, held, strict=True):
+        part.planes["data"].tensor[:, -1] = old
+
+
+def shift_slots(
+    backend: ReferenceBackend, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step
+) -> None:
+    """Tokens go to the slots of their neighbours."""
+    slots = step.groups[0].slots
+    slots.copy_(slots.roll(1))
+    WRITE(backend, parts, tensors, step)
+    slots.copy_(slots.roll(-1))
+
+
+WRITE = ReferenceBackend.write
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    [("copy", skip_copies), ("write", forget_a_head), ("write", shift_slots)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_the_storm_notices_a_broken_backend(
+    method: str, broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceBackend, method, broken)
+    with pytest.raises(Fault, match=r"seed 1, after \d+ operations: .*(holds|attention is off)"):
+        Storm(Case("gqa-bf16", GQA), 1).run(300, OPERATIONS)
 
 
 def test_every_public_method_of_the_cache_is_in_the_storm() -> None:
