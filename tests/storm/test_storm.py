@@ -37,6 +37,8 @@ CASES = [
     Case("gqa-fp16-block-16", GQA, codec="fp16", tokens_per_block=16, num_blocks=12),
     Case("gqa-int8-k-fp8-v-nhd", GQA, codec={"k": "int8", "v": "fp8"}, layout="NHD"),
     Case("gqa-nvfp4-token-fp8-tensor", GQA, codec={"k": "nvfp4-token", "v": "fp8-tensor"}),
+    Case("gqa-int8-tensor-calibrated", GQA, codec={"k": "int8-tensor", "v": "int8"}, constants="calibrated"),
+    Case("gqa-fp8e5m2-tensor-unit-nhd", GQA, codec="fp8e5m2-tensor", layout="NHD", constants="unit"),
     Case("unequal-heads-bf16-nhd", UNEQUAL, layout="NHD"),
     Case("shared-bf16", SHARED),
     Case("mla-bf16", MLA),
@@ -46,6 +48,25 @@ CASES = [
     Case("chunk-bf16-nhd", CHUNK, layout="NHD"),
     Case("gqa-bf16-cpu", GQA, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
     Case("gqa-fp32-nhd-cpu", GQA, codec="fp32", layout="NHD", backend="cpu", tokens_per_block=32, num_blocks=10),
+    Case(
+        "gqa-int8-fp8-cpu",
+        GQA,
+        codec={"k": "int8", "v": "fp8"},
+        backend="cpu",
+        tokens_per_block=16,
+        num_blocks=14,
+        tolerance=ROUNDED,
+    ),
+    Case(
+        "gqa-nvfp4-nhd-cpu",
+        GQA,
+        codec="nvfp4",
+        layout="NHD",
+        backend="cpu",
+        tokens_per_block=16,
+        num_blocks=14,
+        tolerance=ROUNDED,
+    ),
     Case("mla-bf16-cpu", MLA, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
     Case("window-bf16-cpu", WINDOW, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
 ]
@@ -135,3 +156,5 @@ def test_every_public_method_of_the_cache_is_in_the_storm() -> None:
 
 #: What the storm does after every operation.
 ALWAYS = {"KVCache.check", "KVCache.stats", "KVCache.read"}
+#: What making the cache of a case does.
+ALWAYS |= {"KVCache.set_constants", "KVCache.set_scales", "KVCache.calibrate"}

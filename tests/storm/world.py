@@ -27,6 +27,8 @@ class Case:
     """One combination the storm blows over.
 
     Attributes:
+        constants: Where they come from: `given` for scales other than 1, `unit`, or `calibrated` on content, with
+            smoothing and rotation.
         num_blocks: Blocks every group gets at first, roughly; few, so that eviction never rests.
         tolerance: On attention outputs of magnitude 128; 0.3 covers probabilities and values rounded to bf16.
     """
@@ -41,6 +43,7 @@ class Case:
     query_groups: int = 2
     tolerance: float = 2e-3
     max_step_tokens: int = 64
+    constants: str = "given"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -117,10 +120,19 @@ class Storm:
         return kv.make_plan(self.spec, budget=budget, **options)
 
     def _set_constants(self) -> None:
-        """K and V get decode scales of their own, neither of them 1."""
-        for (_, name), constants in self.cache.pools.constants.items():
-            if constants.needs_scale:
-                constants.set(scale=1.7 if name == "k" else 0.9)
+        """K and V get constants of their own, none of them 1 unless asked."""
+        cache, table = self.cache, self.cache.pools.constants
+        if self.case.constants == "unit":
+            cache.set_scales("unit")
+        elif self.case.constants == "calibrated":
+            links: list[int] = []
+            content.extend(links, 0, range(40))
+            for layer, part in table:
+                cache.calibrate({layer: {part: self.given(layer, part, links)}}, smoothing=True, rotation=True)
+        else:
+            for (layer, part), constants in table.items():
+                if constants.needs_scale:
+                    cache.set_constants(layer, **{part: 1.7 if part == "k" else 0.9})
 
     def _poison(self) -> None:
         """Fill all memory with ones: NaN in every float format, and no history's content."""

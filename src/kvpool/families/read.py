@@ -304,8 +304,8 @@ def _codec_hint(outer: Fields, quantisation: Mapping[str, Any] | None) -> str:
         found = own.get("kv_cache_quant_algo")
         scheme = own.get("kv_cache_scheme")
         if found is None and isinstance(scheme, Mapping):
-            kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
-            found = {"float8": "FP8", "float4": "NVFP4", "int8": "INT8"}.get(kind, kind)
+            kind = (scheme.get("type"), scheme.get("num_bits"))
+            found = {("float", 8): "FP8", ("float", 4): "NVFP4", ("int", 8): "INT8"}.get(kind, f"{kind[0]}{kind[1]}")
     if not found:
         return ""
     hint = KV_ALGORITHMS.get(str(found).upper(), "")
