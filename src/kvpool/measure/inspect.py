@@ -24,8 +24,11 @@ HEADS, TOKENS = 4, 8
 
 
 def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlanError("drawing needs matplotlib; install kvpool[plot]") from None
 
     figure = Figure(figsize=(width, height), dpi=110)
     FigureCanvasAgg(figure)
@@ -50,7 +53,8 @@ def draw_map(plan: Plan, path: Path) -> None:
         PlanError: The file cannot be written.
     """
     group = max(plan.groups, key=lambda g: (not g.is_state, g.num_blocks * g.bytes_per_block))
-    scaled = len(group.pools[0].planes) > 1
+    opened = [pool for pool in group.pools if pool.layers == group.pools[0].layers]
+    scaled = any(len(pool.planes) > 1 for pool in opened)
     heights = [0.55 + 0.42 * len(plan.groups), 1.1, 1.9, 3.6] + ([1.5] if scaled else [])
     figure = _figure(15, 2.2 + 1.25 * sum(heights))
     grid = figure.add_gridspec(
@@ -66,7 +70,7 @@ def draw_map(plan: Plan, path: Path) -> None:
     for column, name in enumerate(LAYOUTS):
         _draw_layout(figure.add_subplot(grid[3, column]), group.pools[0], name, group.tokens_per_block)
     if scaled:
-        _draw_scales(figure.add_subplot(grid[4, :]), group.pools[0])
+        _draw_scales(figure.add_subplot(grid[4, :]), [plane for pool in opened for plane in pool.planes[1:]])
     _save(figure, path)
 
 
@@ -75,7 +79,7 @@ def _open(figure: Figure, above: Axes, part: tuple[float, float], below: Axes, w
     from matplotlib.patches import ConnectionPatch
 
     for x, to in zip(part, (0.0, whole), strict=True):
-        line = ConnectionPatch((x, -0.4), (to, 0.4), "data", "data", axesA=above, axesB=below, color="#666666")
+        line = ConnectionPatch((x, -0.42), (to, 0.42), "data", "data", axesA=above, axesB=below, color="#666666")
         line.set_linestyle((0, (4, 3)))
         figure.add_artist(line)
 
@@ -93,14 +97,17 @@ def _bar_axes(axes: Axes, title: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _segment(axes: Axes, start: float, width: float, colour: str, text: str, total: float, row: float = 0.0) -> None:
-    """Draw one piece of a bar, with its text where there is room."""
+def _segment(axes: Axes, start: float, width: float, colour: str, text: str, total: float, row: float = 0.0) -> bool:
+    """Draw one piece of a bar, with its text where there is room; return whether there was."""
     axes.barh(row, width, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.8)
     room, longest = 150 * width / total, max(len(line) for line in text.split("\n"))
     if text and room >= 0.8 * longest:
         axes.text(start + width / 2, row, text, ha="center", va="center", fontsize=9, clip_on=True)
     elif text and room >= 1.2 * len(text.split("\n")) and longest < 24:
         axes.text(start + width / 2, row, text, ha="center", va="center", fontsize=8, rotation=90, clip_on=True)
+    else:
+        return False
+    return True
 
 
 def _draw_slabs(axes: Axes, plan: Plan) -> None:
@@ -152,7 +159,7 @@ def _draw_layer(axes: Axes, group: GroupPlan) -> None:
     record = _layer_bytes(group)
     stored = ", ".join(f"{'+'.join(p.parts)} of {p.num_heads} heads x {p.vector.dim} in {p.codec}" for p in pools)
     _bar_axes(axes, f"3  layer {pools[0].layers[0]} opened ({record:,} B), plane after plane: {stored}")
-    ticks, colour = [0], 0
+    ticks, colour, narrow = [0], 0, 0
     for pool in pools:
         for plane in pool.planes:
             start, size = plane.offset, plane.bytes_per_block // len(pool.layers)
@@ -160,11 +167,16 @@ def _draw_layer(axes: Axes, group: GroupPlan) -> None:
             for factor, part in enumerate(pool.parts):
                 tint = COLOURS[colour % len(COLOURS)]
                 text = f"{part.upper()} {plane.name}\n{plane.dtype}, {each:,} B"
-                _segment(axes, start + factor * each, each, tint, text, record)
+                if not _segment(axes, start + factor * each, each, tint, text, record):
+                    middle = start + (factor + 0.5) * each
+                    narrow += 1
+                    axes.annotate(text.replace("\n", ", "), (middle, 0.4), (middle, 0.38 + 0.14 * narrow), fontsize=8,
+                                  ha="right", arrowprops={"arrowstyle": "-", "color": "#888888"})  # fmt: skip
                 ticks.append(start + factor * each)
                 colour += 1
             ticks.append(start + size)
     axes.set_xlim(0, record)
+    axes.set_ylim(-0.45, 0.48 + 0.14 * narrow)
     wide = [t for i, t in enumerate(sorted(set(ticks))) if i == 0 or t - sorted(set(ticks))[i - 1] > record * 0.035]
     axes.set_xticks(wide, [f"{t:,}" for t in wide], fontsize=8, rotation=20)
 
@@ -202,18 +214,18 @@ def _cell(x: float, y: float, colour: str) -> Any:
     return Rectangle((x, y), 0.96, 0.92, facecolor=colour, alpha=0.75, edgecolor="white")
 
 
-def _draw_scales(axes: Axes, pool: PoolPlan) -> None:
+def _draw_scales(axes: Axes, planes: list[PlanePlan]) -> None:
     """The scale planes: values of one head side by side."""
     axes.set_title(
         "5  scale planes: a value for each token and head (token-contiguous), or for 16 elements",
         loc="left",
         fontsize=11,
     )
-    for row, plane in enumerate(pool.planes[1:]):
+    for row, plane in enumerate(planes):
         values = plane.shape[5] if len(plane.shape) == 6 else 1
         _draw_scale_row(axes, plane, -1.3 * row, values)
     axes.set_xlim(-2.2, 21)
-    axes.set_ylim(-1.3 * (len(pool.planes) - 2) - 0.25, 1.25)
+    axes.set_ylim(-1.3 * (len(planes) - 1) - 0.25, 1.25)
     axes.set_axis_off()
 
 
