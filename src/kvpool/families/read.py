@@ -37,6 +37,8 @@ SEQ_LEN = (
 DEFAULT_SEQ_LEN = 8192
 #: What a checkpoint's KV quantisation is called here.
 KV_ALGORITHMS = {"FP8": "fp8-tensor", "NVFP4": "nvfp4", "INT8": "int8-tensor"}
+#: Type and bits of a `kv_cache_scheme`, and the algorithm they are.
+KV_SCHEMES = (("float8", "FP8"), ("float4", "NVFP4"), ("int8", "INT8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +331,8 @@ def _codec_hint(outer: Fields, quantisation: Mapping[str, Any] | None) -> str:
         found = own.get("kv_cache_quant_algo")
         scheme = own.get("kv_cache_scheme")
         if found is None and isinstance(scheme, Mapping):
-            kind = (scheme.get("type"), scheme.get("num_bits"))
-            found = {("float", 8): "FP8", ("float", 4): "NVFP4", ("int", 8): "INT8"}.get(kind, f"{kind[0]}{kind[1]}")
+            kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
+            found = dict(KV_SCHEMES).get(kind, kind)
     if not found:
         return ""
     hint = KV_ALGORITHMS.get(str(found).upper(), "")

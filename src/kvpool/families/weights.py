@@ -21,7 +21,16 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_exp
 INNER = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_inner")
 #: Bytes a parameter takes in each weight format, block scales included: NVFP4 has an E4M3 scale for 16 elements, FP8 a
 #: fp32 one for 128 x 128.
-FORMATS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0 + 4 / 16384, "int8": 1.0, "nvfp4": 0.5625, "int4": 0.53125}
+_BYTES = (
+    ("fp32", 4.0),
+    ("fp16", 2.0),
+    ("bf16", 2.0),
+    ("fp8", 1.0 + 4 / 16384),
+    ("int8", 1.0),
+    ("nvfp4", 0.5625),
+    ("int4", 0.53125),
+)
+FORMATS: dict[str, float] = dict(_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
