@@ -284,5 +284,11 @@ def test_no_module_keeps_a_process_global_or_a_pickle() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py"]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    assert not doubled, f"pytest imports by basename; rename one of each: {doubled}"
+
+
 def test_the_package_is_the_one_in_this_tree() -> None:
     assert Path(str(kvpool.__file__)).parent == SOURCE
