@@ -8,6 +8,7 @@ namespace nb = nanobind;
 namespace kvpool {
 void bind_kernels(nb::module_& m);
 void bind_ledger(nb::module_& m);
+void bind_storage(nb::module_& m);
 }  // namespace kvpool
 
 NB_MODULE(_native, m) {
@@ -18,4 +19,5 @@ NB_MODULE(_native, m) {
   m.def("has_sha", &kvpool::has_sha, "True when SHA-256 instructions are there");
   kvpool::bind_kernels(m);
   kvpool::bind_ledger(m);
+  kvpool::bind_storage(m);
 }
