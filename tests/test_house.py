@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 import kvpool
 from kvpool.codecs import CODECS
+from kvpool.families.rules import RULES
 from kvpool.layout import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,9 +190,10 @@ def owners_of_names() -> dict[str, set[str]]:
         owners[name] = {own}
     for plain in ("fp32", "fp16", "bf16"):  # Names of element types before they are names of codecs.
         owners[plain].add("dtypes.py")
-    if (SOURCE / "families.py").exists():
-        for family in getattr(importlib.import_module("kvpool.families"), "FAMILIES", {}):
-            owners[str(family)] = {"families.py"}
+    for family in RULES:
+        owners[family] = {"families/rules.py"}
+    for family in ("mamba", "mamba2"):  # Names of layer types before they are names of models.
+        owners[family] |= {"families/layer_types.py", "families/weights.py"}
     return owners
 
 
@@ -281,6 +282,12 @@ def test_no_module_keeps_a_process_global_or_a_pickle() -> None:
             if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
                 faults.append(f"{show(path, line)} imports {name}: bytes from outside must not run code")
     assert not faults, "\n".join(faults)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py"]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    assert not doubled, f"pytest imports by basename; rename one of each: {doubled}"
 
 
 def test_the_package_is_the_one_in_this_tree() -> None:

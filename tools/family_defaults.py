@@ -11,7 +11,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-#: Fields that decide about a cache. Everything else of a configuration is left out.
+#: Fields that decide about a cache, and whether the head is the embedding. Everything else of a configuration is left out.
 CACHE_FIELDS = frozenset(
     """
     num_hidden_layers n_layer n_layers num_layers hidden_size n_embd d_model num_attention_heads n_head n_heads
@@ -27,7 +27,7 @@ CACHE_FIELDS = frozenset(
     short_conv_kernel_size attn_layer_period attn_layer_offset conv_L_cache conv_kernel conv_kernel_size
     sconv_kernel_size conv1d_width lru_width expand state_size ssm_state_size n_groups mamba_num_heads
     mamba_head_dim mamba_d_state mamba_d_conv mamba_expand mamba_d_ssm mamba_n_heads mamba_d_head mamba_n_groups
-    n_mamba_heads mamba_ngroups
+    n_mamba_heads mamba_ngroups tie_word_embeddings
     """.split()  # noqa: SIM905 (a list of so many words does not read)
 )
 

@@ -69,7 +69,7 @@ class CacheSpec:
         Raises:
             SpecError: The file cannot be read, a field is missing or wrong, or the model has no KV cache.
         """
-        data, hints = _load(config)
+        data, hints = load_config(config)
         model = read_model(data, hints)
         return cls(
             model.layers,
@@ -82,8 +82,15 @@ class CacheSpec:
         )
 
 
-def _load(config: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configuration and, when one lies beside it, `hf_quant_config.json`."""
+def load_config(config: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parsed configuration and, when one lies beside it, the parsed `hf_quant_config.json`.
+
+    Args:
+        config: A path to `config.json` or to its directory, the parsed object, or anything with `to_dict()`.
+
+    Raises:
+        SpecError: It cannot be read.
+    """
     if isinstance(config, Mapping):
         return dict(config), {}
     if isinstance(config, str | Path):

@@ -65,7 +65,15 @@ def open_prompt(storm: Storm) -> str | None:
     return f"{seq} {len(tokens)} tokens, {extras}"
 
 
-@operation(40, "KVCache.step", "KVCache.write", "KVCache.attend", "KVCache.extend", "Sequence.num_cached_tokens")
+@operation(
+    40,
+    "KVCache.step",
+    "KVCache.write",
+    "KVCache.attend",
+    "KVCache.extend",
+    "KVCache.fits",
+    "Sequence.num_cached_tokens",
+)
 def serve(storm: Storm) -> str | None:
     """A step for some sequences: prefill, chunked prefill and decode mixed; sometimes it fails halfway."""
     rng = storm.rng
@@ -75,9 +83,11 @@ def serve(storm: Storm) -> str | None:
     items = [(live, rng.choice([1, 3, 16, 1000])) for live in split(rng, ready, 6)]
     commit, fail = rng.random() < 0.9, rng.random() < 0.1
     before = storm.cache.stats()
+    fits = storm.cache.fits([(live.seq, most) for live, most in items])
     try:
         step = storm.cache.step([(live.seq, most) for live, most in items], commit=commit)
     except kv.OutOfBlocks as error:
+        storm.must(fits < len(items), f"fits said {fits} items, the step was refused")
         return refused(storm, items, before, error)
     try:
         with step:

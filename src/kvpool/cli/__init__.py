@@ -8,6 +8,9 @@ from importlib import import_module
 #: Command -> (module, function or typer application). One line a command.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("kvpool.cli.run", "run"),
+    "plan": ("kvpool.cli.plan", "plan"),
+    "address": ("kvpool.cli.address", "address"),
+    "inspect": ("kvpool.cli.inspect", "inspect"),
     "cache": ("kvpool.cli.cache", "app"),
 }
 

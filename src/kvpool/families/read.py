@@ -37,6 +37,8 @@ SEQ_LEN = (
 DEFAULT_SEQ_LEN = 8192
 #: What a checkpoint's KV quantisation is called here.
 KV_ALGORITHMS = {"FP8": "fp8-tensor", "NVFP4": "nvfp4", "INT8": "int8-tensor"}
+#: Type and bits of a `kv_cache_scheme`, and the algorithm they are.
+KV_SCHEMES = (("float8", "FP8"), ("float4", "NVFP4"), ("int8", "INT8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +65,10 @@ def read_model(config: Mapping[str, Any], quantisation: Mapping[str, Any] | None
         SpecError: A field is missing or wrong, or the model has no KV cache, or one that is not known.
         UnsupportedError: The model attends to an encoder.
     """
-    outer = Fields(config)
-    inner = _text_part(outer)
-    name = str(inner.data.get("model_type") or outer.data.get("model_type") or "")
-    rule = rule_for(name)
-    _refuse(outer, inner, rule, name)
-    fields = _with_defaults(inner, rule, name)
-    element = _dtype(inner, outer)
-    num_layers = count_layers(fields)
-    types = listed_types(fields, num_layers)
-    if types is None:
-        types = rule.types(fields, num_layers) if rule.types else _unlisted(fields, num_layers)
-        if rule.types:
-            fields.note(f"the types of the layers are not in the config: as {_source(rule)} has them")
-    if rule.last_full and types[-1] is not FULL:
-        types[-1] = FULL
-        fields.note(f"the last layer is a full one, as {_source(rule)} has it")
+    fields, rule, outer = read_fields(config)
+    name = _name(fields, outer)
+    element = element_type(fields, outer)
+    types = read_types(fields, rule)
     layers = _layers(fields, types, element)
     layers = _looped(fields, _shared(fields, types, layers))
     if rule.caches_per_layer > 1:
@@ -98,6 +88,43 @@ def read_model(config: Mapping[str, Any], quantisation: Mapping[str, Any] | None
         _codec_hint(outer, quantisation),
         tuple(fields.notes),
     )
+
+
+def read_fields(config: Mapping[str, Any]) -> tuple[Fields, Rule, Fields]:
+    """Return the fields of the text part with what its code fills in, its rule, and the fields of the whole.
+
+    Raises:
+        SpecError: The model has no KV cache, or one that is not known.
+        UnsupportedError: The model attends to an encoder.
+    """
+    outer = Fields(config)
+    inner = _text_part(outer)
+    name = _name(inner, outer)
+    rule = rule_for(name)
+    _refuse(outer, inner, rule, name)
+    return _with_defaults(inner, rule, name), rule, outer
+
+
+def read_types(fields: Fields, rule: Rule) -> list[LayerType]:
+    """Return the type of every layer: as listed, else as the model's code has it, else as other fields imply.
+
+    Raises:
+        SpecError: The fields contradict each other or do not say.
+    """
+    num_layers = count_layers(fields)
+    types = listed_types(fields, num_layers)
+    if types is None:
+        types = rule.types(fields, num_layers) if rule.types else _unlisted(fields, num_layers)
+        if rule.types:
+            fields.note(f"the types of the layers are not in the config: as {_source(rule)} has them")
+    if rule.last_full and types[-1] is not FULL:
+        types[-1] = FULL
+        fields.note(f"the last layer is a full one, as {_source(rule)} has it")
+    return types
+
+
+def _name(fields: Fields, outer: Fields) -> str:
+    return str(fields.data.get("model_type") or outer.data.get("model_type") or "")
 
 
 def _text_part(outer: Fields) -> Fields:
@@ -280,7 +307,7 @@ def _remarks(fields: Fields) -> None:
         fields.note("attention_k_eq_v: full layers make K and V from one projection; both are stored")
 
 
-def _dtype(fields: Fields, outer: Fields) -> str:
+def element_type(fields: Fields, outer: Fields) -> str:
     """Return the model's element type: `torch_dtype` or `dtype` of the text part, else of the whole."""
     for part in (fields, outer):
         name = part.data.get("dtype") or part.data.get("torch_dtype")
@@ -304,8 +331,8 @@ def _codec_hint(outer: Fields, quantisation: Mapping[str, Any] | None) -> str:
         found = own.get("kv_cache_quant_algo")
         scheme = own.get("kv_cache_scheme")
         if found is None and isinstance(scheme, Mapping):
-            kind = (scheme.get("type"), scheme.get("num_bits"))
-            found = {("float", 8): "FP8", ("float", 4): "NVFP4", ("int", 8): "INT8"}.get(kind, f"{kind[0]}{kind[1]}")
+            kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
+            found = dict(KV_SCHEMES).get(kind, kind)
     if not found:
         return ""
     hint = KV_ALGORITHMS.get(str(found).upper(), "")

@@ -16,6 +16,7 @@ from kvpool.errors import PlanError
 from kvpool.kinds import SharedKind
 from kvpool.layout import layout as get_layout
 from kvpool.plan import describe, serialise, sizing
+from kvpool.plan.address import ElementAddress, element_address
 from kvpool.plan.budget import count
 from kvpool.plan.geometry import Geometry, GroupPlan, Pool, PoolPlan, place
 from kvpool.plan.sizing import Capacity, Load
@@ -117,6 +118,23 @@ class Plan:
                     return index, pool, pool.layers.index(layer), pool.parts.index(part)
         has = [p for group in self.groups for pool in group.pools if layer in pool.layers for p in pool.parts]
         raise PlanError(f"layer {layer} stores no {part!r}; it stores {', '.join(has) or 'nothing'}")
+
+    def address(self, block: int, layer: int, part: str, head: int = 0, token: int = 0, dim: int = 0) -> ElementAddress:
+        """Return where an element lies in its group's slab, with every product named and its scales beside it.
+
+        Args:
+            block: Block id.
+            layer: Model layer.
+            part: `k`, `v`, `latent`, `rope`, `index`, or the name of a state.
+            head: KV head on this rank.
+            token: Token in the block.
+            dim: Element of the vector.
+
+        Raises:
+            PlanError: An index is out of range, or the layer stores no such part.
+        """
+        group, pool, index, factor = self.find(layer, part)
+        return element_address(self.groups[group], pool, index, factor, block, head, token, dim)
 
     def source_layer(self, layer: int) -> int:
         """Return the layer whose cache `layer` reads: itself, unless it shares another's."""
