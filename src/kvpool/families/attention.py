@@ -33,9 +33,9 @@ def layer_fields(fields: Fields, index: int) -> Fields:
             changes[name] = value[index]
     overrides = fields.data.get("per_layer_config")
     if isinstance(overrides, Mapping):
-        for key, own in overrides.items():
-            if str(key).isdigit() and int(key) == index and isinstance(own, Mapping):
-                changes.update(own)
+        own = overrides.get(index)
+        if isinstance(own, Mapping):
+            changes.update(own)
     return fields.overlay(changes, f"{fields.where}, layer {index}") if changes else fields
 
 

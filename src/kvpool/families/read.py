@@ -149,7 +149,10 @@ def _with_defaults(fields: Fields, rule: Rule, name: str) -> Fields:
     defaults, source = defaults_for(name)
     defaults.update(rule.assumes)
     out = Fields(fields.data, fields.where, fields.notes, defaults, source if not rule.source else _source(rule))
-    changes = rule.prepare(out) if rule.prepare else {}
+    changes = dict(rule.prepare(out)) if rule.prepare else {}
+    own = fields.data.get("per_layer_config")
+    if isinstance(own, Mapping):  # JSON has text for keys, and some writers pad it with zeros
+        changes["per_layer_config"] = {int(key): value for key, value in own.items() if str(key).isdigit()}
     return out.overlay(changes, out.where) if changes else out
 
 

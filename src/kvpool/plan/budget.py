@@ -72,7 +72,7 @@ def format_bytes(value: int) -> str:
     """Return bytes for people: `4.00 GiB`, `132 B`."""
     size, unit = float(value), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(size) < 1024 or unit == "PiB":
+        if round(abs(size), 2) < 1024 or unit == "PiB":
             break
         size /= 1024
     return f"{value} B" if unit == "B" else f"{size:.2f} {unit}"

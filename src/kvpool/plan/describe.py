@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvpool.dtypes import dtype
 from kvpool.kinds import IndexerKind, KVKind, LatentKind, StateKind
 from kvpool.plan.budget import format_bytes
 from kvpool.plan.geometry import GroupPlan, PoolPlan
@@ -73,6 +74,7 @@ def _describe_pool(pool: PoolPlan) -> dict[str, Any]:
         "kv_factor": pool.kv_factor,
         "num_kv_heads": pool.num_heads,
         "head_dim": pool.vector.dim,
+        "product": _product(pool),
         "codec": pool.codec,
         "layout": pool.layout,
         "planes": [
@@ -88,6 +90,18 @@ def _describe_pool(pool: PoolPlan) -> dict[str, Any]:
             for plane in pool.planes
         ],
     }
+
+
+def _product(pool: PoolPlan) -> str:
+    """Return every factor of the bytes that a token (or a state) takes in a pool."""
+    parts = []
+    for plane in pool.planes:
+        width = plane.shape[5] if len(plane.shape) == 6 else 1
+        factors = [f"{pool.kv_factor} ({'+'.join(pool.parts)})", f"{len(pool.layers)} layers"]
+        factors += [f"{pool.num_heads} heads", f"{width} {plane.name}", f"{dtype(plane.dtype).itemsize} B"]
+        total = plane.bytes_per_block // plane.shape[4]
+        parts.append(f"{' x '.join(factors)} = {total:,}")
+    return "; ".join(parts)
 
 
 # --- the table ----------------------------------------------------------------------------------------------
@@ -150,6 +164,10 @@ def table(report: Mapping[str, Any]) -> str:
                     + [plane["name"], plane["dtype"], f"{plane['bytes_per_block']:,}", f"{plane['strides'][0]:,}"]
                 )
     lines += ["", *columns(rows, " rrr    rr")]
+    lines.append("")
+    for group in report["groups"]:
+        unit = "sequence" if group["lifetime"] == "state" else "token"
+        lines += [f"bytes a {unit}, {group['name']}: {pool['product']}" for pool in group["pools"]]
     for name, tier in report["tiers"].items():
         blocks = ", ".join(f"{g} {n:,}" for g, n in tier["num_blocks"].items())
         lines += ["", f"{name}: {blocks} blocks in {format_bytes(tier['budget_bytes'])}"]

@@ -288,6 +288,8 @@ def _remarks(plan: Plan, max_tokens: int | None) -> list[str]:
             f"{len(folded)} layers have a window or chunk not shorter than max_seq_len {plan.max_seq_len}: they keep"
             f" everything, as full layers do"
         )
+    if plan.max_seq_len > plan.spec.max_seq_len:
+        notes.append(f"max_seq_len {plan.max_seq_len} is above the {plan.spec.max_seq_len} that the model was made for")
     if plan.bound_by == "max_tokens" and max_tokens != plan.num_tokens:
         notes.append(f"max_tokens {max_tokens} was rounded up to whole blocks: {plan.num_tokens} tokens")
     longest = plan.longest_sequence()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import types
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from kvpool.errors import PlanError
 
 _T = TypeVar("_T")
+
+
+#: Annotations of a class, resolved once.
+_hints = cache(get_type_hints)
 
 
 def encode(value: object) -> Any:
@@ -82,5 +87,5 @@ def _decode_object(data: Any, cls: type, where: str) -> Any:
     if given != names:
         odd = sorted(names ^ given)
         raise PlanError(f"{where}: {cls.__name__} has other fields: {', '.join(odd)}")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     return cls(**{name: _decode(data[name], hints[name], f"{where}.{name}") for name in names})
