@@ -4,42 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kvpool import ops
 from kvpool.backends import Attention, get_backend
-from kvpool.errors import LayoutError, PlanError
-from kvpool.kinds import FULL, IndexerKind, KVKind, LatentKind, Lifetime
+from kvpool.errors import LayoutError, PlanError, UnsupportedError
+from kvpool.kinds import StateKind
 from kvpool.ledger import Ledger, Media, Retention, Stats
 from kvpool.plan import Plan
-from kvpool.pools import Constants, Part, Pools
+from kvpool.pools import Constants, LayerParts, Part, Pools, View
 from kvpool.pools.calibration import calibrate
 from kvpool.pools.constants import apply_scales, read_scales, set_layer, set_unit_scales
 from kvpool.sequence import Sequence
 from kvpool.step import Step, StepBuffers
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """The parts of one layer, resolved once.
-
-    Attributes:
-        k: Parts that make up a key.
-        v: Part that holds values; None for a layer without attention.
-        v_dim: Elements of a value.
-        index: Indexer keys, or None.
-        lifetime: Which positions a row sees.
-    """
-
-    k: tuple[Part, ...]
-    v: Part | None
-    v_dim: int
-    index: Part | None
-    lifetime: Lifetime
-    default_scale: float
 
 
 class KVCache:
@@ -72,33 +51,13 @@ class KVCache:
         self.backend = get_backend(backend, device)
         self.pools = Pools(plan, device, touch=touch)
         self.ledger = Ledger(plan, policy=policy) if clock is None else Ledger(plan, clock=clock, policy=policy)
-        self._layers = tuple(self._resolve(layer) for layer in range(plan.spec.num_layers))
+        self._layers = tuple(LayerParts.of(self.pools, layer) for layer in range(plan.spec.num_layers))
         self._buffers = (StepBuffers(plan), StepBuffers(plan))
         for buffers in self._buffers:
             self.backend.prepare(self.pools, buffers)
         self._turn = 0
         if scales is not None:
             self.set_scales(scales)
-
-    def _resolve(self, layer: int) -> LayerParts:
-        source = self.plan.source_layer(layer)
-        spec = self.plan.spec.layers[source]
-        k: tuple[Part, ...] = ()
-        v, v_dim, index, lifetime = None, 0, None, FULL
-        for kind in spec.kinds:
-            if isinstance(kind, KVKind):
-                k, v, v_dim = (self.pools.part(source, "k"),), self.pools.part(source, "v"), kind.v_head_dim
-            elif isinstance(kind, LatentKind):
-                latent = self.pools.part(source, "latent")
-                whole = latent.vector.dim == kind.kv_lora_rank + kind.qk_rope_head_dim
-                k = (latent,) if whole else (latent, self.pools.part(source, "rope"))
-                v, v_dim = latent, kind.kv_lora_rank
-            elif isinstance(kind, IndexerKind):
-                index = self.pools.part(source, "index")
-        if v is not None:
-            lifetime = self.plan.groups[v.group].lifetime or FULL
-        dim = sum(part.vector.dim for part in k)
-        return LayerParts(k, v, v_dim, index, lifetime, dim**-0.5 if dim else 1.0)
 
     # --- sequences and steps --------------------------------------------------------------------------------
 
@@ -254,6 +213,90 @@ class KVCache:
         result, lse = ops.attend(self.backend, q, parts.k, parts.v, parts.v_dim, step, options, out, return_lse)
         return result if lse is None else (result, lse)
 
+    def score(self, layer: int, step: Step, q: torch.Tensor, weights: torch.Tensor, topk: int) -> torch.Tensor:
+        """Pick the tokens that matter most to every row of the step, by its indexer keys.
+
+        Args:
+            layer: Model layer with indexer keys.
+            q: `[T, Hi, Di]` indexer queries.
+            weights: `[T, Hi]` factor of each head.
+            topk: Tokens wanted.
+
+        Returns:
+            `[T, topk]` int64 slots for `attend(indices=...)`, best first; -1 where a row sees fewer.
+        """
+        part = self._layers[layer].index
+        if part is None:
+            raise LayoutError(f"layer {layer} stores no indexer keys")
+        return ops.score(self.backend, q, weights, part, step, self._layers[layer].lifetime, topk)
+
+    def state_read(self, layer: int, step: Step, name: str) -> torch.Tensor:
+        """Return the recurrent states the step's sequences start from: `[S, *shape]`, zeros for a new sequence.
+
+        Args:
+            layer: Model layer.
+            step: An open step.
+            name: `conv`, `ssm`, or another name of the layer's states.
+        """
+        part, shape = self._state(layer, name)
+        return ops.state_read(part, shape, step.groups[part.group].read_slots)
+
+    def state_write(self, layer: int, step: Step, name: str, states: torch.Tensor) -> None:
+        """Store the states `[S, *shape]` the step's sequences end in, in fresh slots: a failed step changes none."""
+        part, shape = self._state(layer, name)
+        ops.state_write(part, shape, step.groups[part.group].write_slots, states)
+
+    def state(self, layer: int, step: Step, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return `(read view, read slots, write view, write slots)` of a state in a plain format.
+
+        The views are `[B, *shape]` on the pool itself; the slots `[S]` int32, -1 for a sequence that has none yet.
+
+        Raises:
+            UnsupportedError: The state's codec is not plain; use `state_read` and `state_write`.
+        """
+        part, shape = self._state(layer, name)
+        if len(part.planes) > 1 or part.codec.quantised:
+            raise UnsupportedError(f"state {name!r} is stored as {part.codec.name}; use state_read and state_write")
+        view = part.planes["data"].tensor[:, 0, 0].view(-1, *shape)
+        tables = step.groups[part.group]
+        return view, tables.read_slots, view, tables.write_slots
+
+    def _state(self, layer: int, name: str) -> tuple[Part, tuple[int, ...]]:
+        for kind in self.plan.spec.layers[layer].kinds:
+            if isinstance(kind, StateKind) and kind.name == name:
+                return self.pools.part(layer, name), kind.shape
+        raise LayoutError(f"layer {layer} keeps no state {name!r}")
+
+    def gather(self, layer: int, step: Step) -> tuple[torch.Tensor, ...]:
+        """Return everything the step's sequences hold at a layer, decoded and ragged, this step included.
+
+        Returns:
+            `(k, v, indptr)`, or `(latent, indptr)`, or `(latent, rope, indptr)`: fp32 `[tokens, H, D]` of all sequences
+            one after another; `indptr [S + 1]` int64. Tokens that fell out of a window are zeros.
+        """
+        parts = self._layers[layer]
+        if parts.v is None:
+            raise PlanError(f"layer {layer} stores no keys")
+        tables, n = step.groups[parts.v.group], parts.v.tokens_per_block
+        lengths = tables.seq_lens.long()
+        indptr = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        indptr[1:] = lengths.cumsum(0)
+        row = torch.repeat_interleave(lengths)  # [tokens]: its sequence
+        token = torch.arange(int(indptr[-1])) - indptr[row]
+        block = tables.block_table[row, token // n].long()
+        slots = torch.where(block >= 0, block * n + token % n, -1)
+        return (*self._read(parts, slots), indptr)
+
+    def view(self, layer: int, part: str, heads: slice = slice(None)) -> View:
+        """Return a layer's pool as strided tensors for other libraries' kernels; see `kvpool.pools.View`.
+
+        Args:
+            layer: Model layer.
+            part: `kv`, `k`, `v`, `latent`, `rope`, `index`, or a state's name.
+            heads: KV heads wanted.
+        """
+        return self.pools.view(layer, part, heads)
+
     def read(self, layer: int, sequence: Sequence) -> tuple[torch.Tensor, ...]:
         """Return what a layer holds of a sequence, decoded: `(k, v)` or `(latent, rope)`, fp32 `[tokens, H, D]`."""
         parts = self._layers[layer]
@@ -263,12 +306,14 @@ class KVCache:
         n = parts.v.tokens_per_block
         token = torch.arange(length)
         block = torch.tensor(table, dtype=torch.int64)[token // n]
-        slots = torch.where(block >= 0, block * n + token % n, -1)
+        return self._read(parts, torch.where(block >= 0, block * n + token % n, -1))
+
+    def _read(self, parts: LayerParts, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Decode the tokens at `slots` of each part, keys first."""
         out = []
-        for part in dict.fromkeys((*parts.k, parts.v)):
-            tensor = torch.empty((length, part.num_heads, part.vector.dim))
-            self.backend.read(part, slots, tensor)
-            out.append(tensor)
+        for part in dict.fromkeys(p for p in (*parts.k, parts.v) if p is not None):
+            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim)))
+            self.backend.read(part, slots, out[-1])
         return tuple(out)
 
     # --- constants ------------------------------------------------------------------------------------------

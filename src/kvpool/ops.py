@@ -93,6 +93,41 @@ def attend(
     return out, lse
 
 
+def state_read(part: Part, shape: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
+    """Decode the states in `slots`.
+
+    Args:
+        part: A state of one layer.
+        shape: Its logical shape.
+        slots: `[S]` int32; -1 for a sequence that has none yet.
+
+    Returns:
+        `[S, *shape]`, fp32 or the plain format it is stored in; zeros where there was none.
+    """
+    held = slots >= 0
+    if bool(held.all()):
+        planes = {name: plane.tensor[slots.long(), 0, 0] for name, plane in part.planes.items()}
+        return part.codec.decode(planes, part.vector, part.constants.scale).view(-1, *shape)
+    out = torch.zeros((len(slots), *shape), device=slots.device)
+    out[held] = state_read(part, shape, slots[held])
+    return out
+
+
+def state_write(part: Part, shape: tuple[int, ...], slots: torch.Tensor, states: torch.Tensor) -> None:
+    """Encode `states [S, *shape]` into `slots [S]` int32.
+
+    Raises:
+        LayoutError: The tensor does not fit.
+    """
+    if states.shape != (len(slots), *shape):
+        raise LayoutError(f"{part.name} must be [S, *shape] = {[len(slots), *shape]}, got {list(states.shape)}")
+    part.constants.freeze()
+    flat = states.reshape(len(slots), part.vector.dim)
+    encoded = part.codec.encode(flat, part.vector, part.constants.scale, part.constants.counts)
+    for name, values in encoded.items():
+        part.planes[name].tensor[slots.long(), 0, 0] = values
+
+
 def score(
     backend: Backend, q: torch.Tensor, weights: torch.Tensor, part: Part, step: Step, lifetime: Lifetime, topk: int
 ) -> torch.Tensor:

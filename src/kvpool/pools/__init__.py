@@ -6,10 +6,11 @@ from kvpool.codecs import get_codec
 from kvpool.errors import PlanError
 from kvpool.plan import Plan
 from kvpool.pools.constants import Constants
+from kvpool.pools.layer import LayerParts
 from kvpool.pools.slab import Slab
 from kvpool.pools.views import Part, Plane, View, view
 
-__all__ = ["Constants", "Part", "Plane", "Pools", "Slab", "View"]
+__all__ = ["Constants", "LayerParts", "Part", "Plane", "Pools", "Slab", "View"]
 
 
 class Pools:
