@@ -202,11 +202,10 @@ def store_plain(
 ):  # fmt: skip
     """Store elements as they are, rounded to the plane's type."""
     keep = rows[:, None] & (cols < D)[None, :]
-    to = data.dtype.element_ty
-    if raw.dtype == to:
+    if raw.dtype == data.dtype.element_ty:
         tl.store(data[:, None] + cols[None, :], raw, mask=keep)
     else:
-        tl.store(data[:, None] + cols[None, :], rounded(x, to), mask=keep)
+        tl.store(data[:, None] + cols[None, :], rounded(x, data.dtype.element_ty), mask=keep)
 
 
 @triton.jit

@@ -1,12 +1,13 @@
 # mypy: ignore-errors
+# ruff: noqa: RUF005 (Triton concatenates tuples; it does not unpack them)
 """Attention over paged vectors: one kernel for decode, prefill, latents and sparse slots, and the merge of its splits.
 
 A program takes one work item (a sequence, a tile of its rows, a range of its tokens) for one tile of query heads of one
 KV head. The rows of a tile are (token, head) pairs, so that grouped heads fill tensor-core tiles. K's codec drives the
 score stage and V's the accumulate stage; neither knows the other.
 
-A key is one or two pieces (the latent and the rope part; or a head size that is no power of two), read from the same
-part or from two. With SHARED_V the first piece of the key is the value.
+A key is some pieces of equal width, each with its scale, and perhaps a rest (the rope part of a latent; what a head
+size has beyond a power of two), read from the same part or from another. With SHARED_V its pieces are the value.
 """
 
 from __future__ import annotations
@@ -21,17 +22,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def spread_scales(values, scale, offset, rows, SEGMENT: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply the segments of a tile `[N, WIDTH]` by their scales, the first of which is at `scale + offset`."""
-    N: tl.constexpr = values.shape[0]
-    NUM: tl.constexpr = values.shape[1] // SEGMENT
-    index = tl.arange(0, NUM)
-    s = tl.load(scale + offset[:, None] + index[None, :], mask=rows[:, None] & (index < COUNT)[None, :], other=0.0)
-    tile = tl.reshape(values.to(tl.float32), (N, NUM, SEGMENT)) * s[:, :, None]
-    return tl.reshape(tile, (N, NUM * SEGMENT)).to(DTYPE)
-
-
-@triton.jit
 def attend_kernel(
     q, out, lse, partial, partial_lse, items, cu_seqlens, seq_lens, table, indices, tree, sinks,
     k_data, k_block, k_scale, r_data, r_block, r_scale, v_data, v_block, v_scale,
@@ -43,13 +33,14 @@ def attend_kernel(
     # shapes
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    K_COUNT: tl.constexpr, K_WIDTH: tl.constexpr, R_FIRST: tl.constexpr, R_COUNT: tl.constexpr, R_WIDTH: tl.constexpr,
-    V_COUNT: tl.constexpr, V_WIDTH: tl.constexpr, SHARED_V: tl.constexpr,
+    K_COUNT: tl.constexpr, K_WIDTH: tl.constexpr, K_PIECES: tl.constexpr,
+    R_FIRST: tl.constexpr, R_COUNT: tl.constexpr, R_WIDTH: tl.constexpr,
+    V_COUNT: tl.constexpr, V_WIDTH: tl.constexpr, V_PIECES: tl.constexpr, V_TOTAL: tl.constexpr, SHARED_V: tl.constexpr,
     DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CAST: tl.constexpr,
     HARDWARE: tl.constexpr,
-    # codecs: SCALES is 0 without scales in memory, else the scales of the piece; SEGMENT its elements for one
+    # codecs: SCALES is 0 without scales in memory, 1 for one of all pieces, else one a piece
     K_VALUE: tl.constexpr, K_BLOCK_VALUE: tl.constexpr, K_PACKED: tl.constexpr, K_BLOCK: tl.constexpr,
-    K_SCALES: tl.constexpr, K_SEGMENT: tl.constexpr,
+    K_SCALES: tl.constexpr,
     R_VALUE: tl.constexpr, R_BLOCK_VALUE: tl.constexpr, R_PACKED: tl.constexpr, R_BLOCK: tl.constexpr,
     R_SCALES: tl.constexpr, R_SCALE_FIRST: tl.constexpr,
     V_VALUE: tl.constexpr, V_BLOCK_VALUE: tl.constexpr, V_PACKED: tl.constexpr, V_BLOCK: tl.constexpr,
@@ -71,7 +62,7 @@ def attend_kernel(
         q: `[T, Q, D]`.
         out: `[T, Q, Dv]`, written where a tile has one range.
         lse: `[T, Q]` fp32, natural logarithm.
-        partial: `[slots, H * head tiles, BLOCK_M, V_WIDTH]` fp32, written where a tile has several ranges.
+        partial: `[slots, H * head tiles, BLOCK_M, V_TOTAL]` fp32, written where a tile has several ranges.
         partial_lse: `[slots, H * head tiles, BLOCK_M]` fp32, base 2.
         items: `[I, 5]` int32: sequence (-1: nothing to do), tile, first token, end, slot of `partial` or -1.
         logit_scale: Factor on `q . k`, K's constant scale included.
@@ -109,18 +100,22 @@ def attend_kernel(
     if CHUNK > 0:
         lowest = tile_position // CHUNK * CHUNK
 
-    column = tl.arange(0, K_WIDTH)
     q_row = q + token * q_stride_t + query_head.to(tl.int64) * q_stride_h
-    q0 = tl.load(q_row[:, None] + column[None, :], mask=row_ok[:, None] & (column < K_COUNT)[None, :], other=0.0)
-    q0 = q0.to(DTYPE)
+    queries = ()
+    for i in tl.static_range(K_PIECES):
+        column = i * K_WIDTH + tl.arange(0, K_WIDTH)
+        keep = row_ok[:, None] & (column < K_COUNT)[None, :]
+        queries = queries + (tl.load(q_row[:, None] + column[None, :], mask=keep, other=0.0).to(DTYPE),)
     if R_COUNT > 0:
         column = tl.arange(0, R_WIDTH)
         keep = row_ok[:, None] & (column < R_COUNT)[None, :]
-        q1 = tl.load(q_row[:, None] + (K_COUNT + column)[None, :], mask=keep, other=0.0).to(DTYPE)
+        rest = tl.load(q_row[:, None] + (K_COUNT + column)[None, :], mask=keep, other=0.0).to(DTYPE)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # base 2
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, V_WIDTH), tl.float32)
+    accs = ()
+    for _ in tl.static_range(V_PIECES):
+        accs = accs + (tl.zeros((BLOCK_M, V_WIDTH), tl.float32),)
     for start in range(kv_start, kv_stop, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         held = j < kv_stop
@@ -145,30 +140,36 @@ def attend_kernel(
             block = tl.maximum(block, 0)
 
         # --- scores: K's codec
-        k0 = load_values(
-            k_data, k_block, vector_offsets(block, inside, head, K_DATA_B, K_DATA_H, K_DATA_N),
-            vector_offsets(block, inside, head, K_BLOCK_B, K_BLOCK_H, K_BLOCK_N), held,
-            K_VALUE, K_BLOCK_VALUE, K_PACKED, K_BLOCK, 0, K_COUNT, K_WIDTH, HARDWARE,
-        ).to(DTYPE)  # fmt: skip
-        if K_SCALES > 0:
-            k_offset = vector_offsets(block, inside, head, K_SCALE_B, K_SCALE_H, K_SCALE_N)
-        if K_SCALES > 1:
-            k0 = spread_scales(k0, k_scale, k_offset, held, K_SEGMENT, K_SCALES, DTYPE)
-        scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        k_offset = vector_offsets(block, inside, head, K_DATA_B, K_DATA_H, K_DATA_N)
+        k_block_offset = vector_offsets(block, inside, head, K_BLOCK_B, K_BLOCK_H, K_BLOCK_N)
+        k_scale_offset = vector_offsets(block, inside, head, K_SCALE_B, K_SCALE_H, K_SCALE_N)
+        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        keys = ()
+        for i in tl.static_range(K_PIECES):
+            k_tile = load_values(
+                k_data, k_block, k_offset, k_block_offset, held, K_VALUE, K_BLOCK_VALUE, K_PACKED, K_BLOCK,
+                i * K_WIDTH, K_COUNT - i * K_WIDTH, K_WIDTH, HARDWARE,
+            ).to(DTYPE)  # fmt: skip
+            if K_SCALES > 1:
+                dots = tl.dot(queries[i], tl.trans(k_tile), input_precision=PRECISION)
+                scores += dots * tl.load(k_scale + k_scale_offset + i, mask=held, other=0.0)[None, :]
+            else:
+                scores = tl.dot(queries[i], tl.trans(k_tile), scores, input_precision=PRECISION)
+            if SHARED_V:
+                keys = keys + (k_tile,)
         if K_SCALES == 1:
-            k0_scale = tl.load(k_scale + k_offset, mask=held, other=0.0)
-            scores = scores * k0_scale[None, :]
+            scores = scores * tl.load(k_scale + k_scale_offset, mask=held, other=0.0)[None, :]
         if R_COUNT > 0:
-            k1 = load_values(
+            r_tile = load_values(
                 r_data, r_block, vector_offsets(block, inside, head, R_DATA_B, R_DATA_H, R_DATA_N),
                 vector_offsets(block, inside, head, R_BLOCK_B, R_BLOCK_H, R_BLOCK_N), held,
                 R_VALUE, R_BLOCK_VALUE, R_PACKED, R_BLOCK, R_FIRST, R_COUNT, R_WIDTH, HARDWARE,
             ).to(DTYPE)  # fmt: skip
-            more = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+            dots = tl.dot(rest, tl.trans(r_tile), input_precision=PRECISION)
             if R_SCALES > 0:
                 r_offset = vector_offsets(block, inside, head, R_SCALE_B, R_SCALE_H, R_SCALE_N)
-                more = more * tl.load(r_scale + r_offset + R_SCALE_FIRST, mask=held, other=0.0)[None, :]
-            scores += more * r_factor
+                dots = dots * tl.load(r_scale + r_offset + R_SCALE_FIRST, mask=held, other=0.0)[None, :]
+            scores += dots * r_factor
 
         # --- online softmax
         scores = scores * logit_scale
@@ -199,40 +200,50 @@ def attend_kernel(
         maximum = new_maximum
 
         # --- weighted sum: V's codec
-        if SHARED_V:
-            if K_SCALES == 1:
-                p = p * k0_scale[None, :]
-            v_tile = k0.to(V_DTYPE)
-        else:
-            v_tile = load_values(
-                v_data, v_block, vector_offsets(block, inside, head, V_DATA_B, V_DATA_H, V_DATA_N),
-                vector_offsets(block, inside, head, V_BLOCK_B, V_BLOCK_H, V_BLOCK_N), held,
-                V_VALUE, V_BLOCK_VALUE, V_PACKED, V_BLOCK, 0, V_COUNT, V_WIDTH, HARDWARE,
-            ).to(V_DTYPE)  # fmt: skip
-            if V_SCALES > 0:
-                v_offset = vector_offsets(block, inside, head, V_SCALE_B, V_SCALE_H, V_SCALE_N)
-                p = p * tl.load(v_scale + v_offset, mask=held, other=0.0)[None, :]
-        acc = tl.dot(CAST(p, V_DTYPE), v_tile, acc * decay[:, None], input_precision=PRECISION)
+        if SHARED_V and K_SCALES == 1:
+            p = p * tl.load(k_scale + k_scale_offset, mask=held, other=0.0)[None, :]
+        if V_SCALES > 0:
+            v_scale_offset = vector_offsets(block, inside, head, V_SCALE_B, V_SCALE_H, V_SCALE_N)
+            p = p * tl.load(v_scale + v_scale_offset, mask=held, other=0.0)[None, :]
+        summed = ()
+        for i in tl.static_range(V_PIECES):
+            weights = p
+            if SHARED_V:
+                if K_SCALES > 1:
+                    weights = p * tl.load(k_scale + k_scale_offset + i, mask=held, other=0.0)[None, :]
+                v_tile = keys[i].to(V_DTYPE)
+            else:
+                v_tile = load_values(
+                    v_data, v_block, vector_offsets(block, inside, head, V_DATA_B, V_DATA_H, V_DATA_N),
+                    vector_offsets(block, inside, head, V_BLOCK_B, V_BLOCK_H, V_BLOCK_N), held,
+                    V_VALUE, V_BLOCK_VALUE, V_PACKED, V_BLOCK,
+                    i * V_WIDTH, V_COUNT - i * V_WIDTH, V_WIDTH, HARDWARE,
+                ).to(V_DTYPE)  # fmt: skip
+            piece = tl.dot(CAST(weights, V_DTYPE), v_tile, accs[i] * decay[:, None], input_precision=PRECISION)
+            summed = summed + (piece,)
+        accs = summed
 
-    column = tl.arange(0, V_WIDTH)
-    acc = acc * v_constant
-    if slot >= 0:
-        where = (slot * (NUM_HEADS * HEAD_TILES) + head_tile) * BLOCK_M + row
-        safe = tl.where(total > 0.0, total, 1.0)
-        tl.store(partial + where[:, None] * V_WIDTH + column[None, :], acc / safe[:, None])
-        tl.store(partial_lse + where, tl.where(total > 0.0, maximum + tl.log2(safe), maximum))
-        return
-    finish(
-        acc, maximum, total, out, lse, sinks, token, query_head, row_ok, out_stride_t, out_stride_h,
-        HAS_SINKS, HAS_LSE, NUM_HEADS * GROUP, V_COUNT, V_WIDTH, CAST,
-    )  # fmt: skip
+    for i in tl.static_range(V_PIECES):
+        column = i * V_WIDTH + tl.arange(0, V_WIDTH)
+        acc = accs[i] * v_constant
+        if slot >= 0:
+            where = (slot * (NUM_HEADS * HEAD_TILES) + head_tile) * BLOCK_M + row
+            safe = tl.where(total > 0.0, total, 1.0)
+            tl.store(partial + where[:, None] * V_TOTAL + column[None, :], acc / safe[:, None])
+            if i == 0:
+                tl.store(partial_lse + where, tl.where(total > 0.0, maximum + tl.log2(safe), maximum))
+        else:
+            finish(
+                acc, maximum, total, out, lse, sinks, token, query_head, row_ok, column, out_stride_t, out_stride_h,
+                HAS_SINKS, HAS_LSE and i == 0, NUM_HEADS * GROUP, V_COUNT, CAST,
+            )  # fmt: skip
 
 
 @triton.jit
 def finish(
-    acc, maximum, total, out, lse, sinks, token, query_head, row_ok, out_stride_t, out_stride_h,
+    acc, maximum, total, out, lse, sinks, token, query_head, row_ok, column, out_stride_t, out_stride_h,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NUM_Q_HEADS: tl.constexpr, V_COUNT: tl.constexpr,
-    V_WIDTH: tl.constexpr, CAST: tl.constexpr,
+    CAST: tl.constexpr,
 ):  # fmt: skip
     """Divide by the total (with the sink in it) and store a tile of rows; a row that saw nothing gives 0 and -inf."""
     if HAS_SINKS:
@@ -243,7 +254,6 @@ def finish(
         acc = acc * decay[:, None]
         maximum = higher
     safe = tl.where(total == 0.0, 1.0, total)
-    column = tl.arange(0, V_WIDTH)
     target = out + token * out_stride_t + query_head.to(tl.int64) * out_stride_h
     keep = row_ok[:, None] & (column < V_COUNT)[None, :]
     tl.store(target[:, None] + column[None, :], CAST(acc / safe[:, None], out.dtype.element_ty), mask=keep)
@@ -256,7 +266,7 @@ def merge_kernel(
     partial, partial_lse, merges, cu_seqlens, out, lse, sinks, out_stride_t, out_stride_h,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     TILE_HEADS: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-    V_COUNT: tl.constexpr, V_WIDTH: tl.constexpr, CAST: tl.constexpr,
+    V_COUNT: tl.constexpr, V_TOTAL: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     """Join the ranges of tiles that were split; the grid is (merges * H * head tiles, BLOCK_M / ROWS).
 
@@ -280,14 +290,14 @@ def merge_kernel(
     row_ok = (row // TILE_HEADS < TILE_TOKENS) & (row_token < num_rows) & (row_head < GROUP)
     token = (first_row + row_token).to(tl.int64)
     query_head = head_tile // HEAD_TILES * GROUP + row_head
-    column = tl.arange(0, V_WIDTH)
+    column = tl.arange(0, V_TOTAL)
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, V_WIDTH), tl.float32)
+    acc = tl.zeros((ROWS, V_TOTAL), tl.float32)
     for i in range(count):
         where = ((first + i).to(tl.int64) * (NUM_HEADS * HEAD_TILES) + head_tile) * BLOCK_M + row
         piece_lse = tl.load(partial_lse + where)
-        piece = tl.load(partial + where[:, None] * V_WIDTH + column[None, :])
+        piece = tl.load(partial + where[:, None] * V_TOTAL + column[None, :])
         new_maximum = tl.maximum(maximum, piece_lse)
         reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weight = tl.exp2(piece_lse - reference)
@@ -296,6 +306,6 @@ def merge_kernel(
         acc = acc * decay[:, None] + piece * weight[:, None]
         maximum = new_maximum
     finish(
-        acc, maximum, total, out, lse, sinks, token, query_head, row_ok, out_stride_t, out_stride_h,
-        HAS_SINKS, HAS_LSE, NUM_HEADS * GROUP, V_COUNT, V_WIDTH, CAST,
+        acc, maximum, total, out, lse, sinks, token, query_head, row_ok, column, out_stride_t, out_stride_h,
+        HAS_SINKS, HAS_LSE, NUM_HEADS * GROUP, V_COUNT, CAST,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from kvpool.backends.base import Attention
 from kvpool.backends.triton import schedule
@@ -127,8 +128,9 @@ class TritonBackend:
         call = self._call(k, v, v_dim, q.dtype, q.shape[1])
         work = self._work[step.buffers]
         sparse = 0 if options.indices is None else options.indices.shape[1]
-        bytes_of = 4 if self.target.interpreted else call.dtype.itemsize
-        shape = choose_shape(call.group, call.key_width, call.v_width, work.max_rows, bytes_of, sparse > 0)
+        exactly = call.constants["DTYPE"] == tl.float32 and call.constants["PRECISION"] == "ieee"
+        narrow = call.tensors[0].element_size() == 1
+        shape = choose_shape(call.group, call.key_width, call.v_width, narrow, exactly, work.max_rows, sparse > 0)
         q = _transform_query(q, k)
         back = v.constants.smoothing is not None or v.constants.rotation
         target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if back else out
@@ -194,7 +196,7 @@ class TritonBackend:
                 partial, partial_lse, items.merges, step.cu_seqlens, out, out if lse is None else lse,
                 q if sinks is None else sinks, out.stride(0), out.stride(1),
                 **tiles, ROWS=rows, HAS_SINKS=asked["HAS_SINKS"], HAS_LSE=asked["HAS_LSE"],
-                **{name: call.constants[name] for name in ("NUM_HEADS", "GROUP", "V_COUNT", "V_WIDTH", "CAST")},
+                **{name: call.constants[name] for name in ("NUM_HEADS", "GROUP", "V_COUNT", "V_TOTAL", "CAST")},
                 num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
 

@@ -44,6 +44,8 @@ class Target:
         return jit.cast_interpreted if self.interpreted else jit.cast
 
 
+#: Widest piece of a vector that goes through the tensor cores at once: more would need more registers than there are.
+PIECE = 128
 INTERPRETER = Target(True, 0, 4)
 
 
@@ -160,30 +162,32 @@ class Shape:
     num_stages: int
 
 
-def choose_shape(group: int, key_dim: int, v_dim: int, max_rows: int, item_bytes: int, sparse: bool) -> Shape:
-    """Choose tile sizes.
+def choose_shape(
+    group: int, key_width: int, v_width: int, narrow: bool, exactly: bool, max_rows: int, sparse: bool
+) -> Shape:
+    """Choose tile sizes; the compile tests hold them to no spilled register.
 
     Args:
         group: Query heads of a KV head.
-        key_dim: Elements of a key, padded.
-        v_dim: Elements of a value, padded.
+        key_width: Elements of a key, padded.
+        v_width: Elements of a value, padded.
+        narrow: Keys are stored in bytes and widened in registers.
+        exactly: Products are made in fp32, without tensor cores.
         max_rows: Most rows any sequence of the step has.
-        item_bytes: Bytes of an element as the tensor cores take it.
         sparse: Rows have slots of their own, so that a tile is one token.
     """
-    rows = group if sparse else group * max_rows
-    wide = max(key_dim, v_dim) > 256
-    most = (32 if wide else 128) // (2 if item_bytes == 4 else 1)
-    block_m = min(power(rows, 16), most)
+    wide = max(key_width, v_width) > 256
+    most = 16 if exactly else 32 if wide else 128
+    block_m = min(power(group if sparse else group * max_rows, 16), most)
     tile_heads = min(group, block_m)
     tile_tokens = 1 if sparse else block_m // tile_heads
+    if exactly:
+        return Shape(block_m, 32, tile_heads, tile_tokens, 8 if wide else 4, 2)
     if wide:
-        return Shape(block_m, 32 if item_bytes == 2 else 16, tile_heads, tile_tokens, 8 if block_m > 16 else 4, 2)
-    if item_bytes == 4:
-        return Shape(block_m, 32, tile_heads, tile_tokens, 4, 2)
-    if block_m <= 32:
-        return Shape(block_m, 64, tile_heads, tile_tokens, 4, 3 if key_dim <= 128 else 2)
-    return Shape(block_m, 64, tile_heads, tile_tokens, 8 if block_m == 128 else 4, 3 if key_dim <= 128 else 2)
+        return Shape(block_m, 32 if narrow and block_m > 16 else 64, tile_heads, tile_tokens, 8, 2)
+    long = key_width > 128
+    block_n = 32 if long and block_m == 128 else 64
+    return Shape(block_m, block_n, tile_heads, tile_tokens, 8 if block_m == 128 else 4, 2 if long else 3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,7 +264,7 @@ def attend_arguments(
     else:
         cut, r_count = _split(k[0].vector.dim)
         rest, r_first, r_scale = first, cut, 0
-    segment, num_scales = _scales_of(first, cut)
+    width, num_scales = _pieces_of(first, cut)
     for part, single in ((v, not shared), (k[-1], len(k) == 2)):
         if single and arguments(part).num_scales > 1:
             raise UnsupportedError(
@@ -272,19 +276,22 @@ def attend_arguments(
         dot, precision = torch.float32, "ieee"
     # P times a scale must not leave the range of fp16.
     v_dot = torch.bfloat16 if dot == torch.float16 and values.num_scales else dot
-    v_width = power(v_dim, 16)
+    v_width = width if shared else min(power(v_dim, 16), PIECE)
     constants = first.prefixed("K") | rest.prefixed("R") | values.prefixed("V")
     constants |= {
         "NUM_HEADS": v.num_heads,
         "GROUP": num_q_heads // v.num_heads,
         "TOKENS_PER_BLOCK": v.tokens_per_block,
         "K_COUNT": cut,
-        "K_WIDTH": v_width if shared else power(cut, 16),
+        "K_WIDTH": width,
+        "K_PIECES": -(-cut // width),
         "R_FIRST": r_first,
         "R_COUNT": r_count,
         "R_WIDTH": power(r_count, 16) if r_count else 16,
         "V_COUNT": v_dim,
         "V_WIDTH": v_width,
+        "V_PIECES": -(-v_dim // v_width),
+        "V_TOTAL": power(v_dim, 16),
         "SHARED_V": shared,
         "DTYPE": TYPES[dot],
         "V_DTYPE": TYPES[v_dot],
@@ -292,13 +299,12 @@ def attend_arguments(
         "CAST": target.cast,
         "HARDWARE": target.hardware,
         "K_SCALES": num_scales,
-        "K_SEGMENT": segment,
         "R_SCALES": min(rest.num_scales, 1),
         "R_SCALE_FIRST": r_scale,
         "V_SCALES": 0 if shared else values.num_scales,
     }
     planes = [t for a in (first, rest, values) for t in (a.data, a.block_scale, a.scale)]
-    width = constants["K_WIDTH"] + (constants["R_WIDTH"] if r_count else 0)
+    key_width = power(cut) + (constants["R_WIDTH"] if r_count else 0)
     return AttendArguments(
         tuple(planes),
         first.constant,
@@ -306,8 +312,8 @@ def attend_arguments(
         values.constant,
         constants,
         dot,
-        width,
-        v_width,
+        key_width,
+        constants["V_TOTAL"],
         num_q_heads // v.num_heads,
         v.num_heads,
         num_q_heads,
@@ -315,29 +321,35 @@ def attend_arguments(
     )
 
 
-def _scales_of(part: PartArguments, count: int) -> tuple[int, int]:
-    """Return (elements of a scale, scales) of the first `count` elements of a part's vectors."""
+def _pieces_of(part: PartArguments, count: int) -> tuple[int, int]:
+    """Return (width of a piece, scales in memory) of the first `count` elements of a part's vectors.
+
+    One scale may serve any pieces; several are one a piece.
+    """
     if part.num_scales <= 1:
-        return power(count, 16), part.num_scales
+        return min(power(count, 16), PIECE), part.num_scales
     lengths = part.segments
     covered = next(n for n in range(1, len(lengths) + 1) if sum(lengths[:n]) >= count)
-    if covered > 1 and (lengths[0] != power(lengths[0]) or any(n != lengths[0] for n in lengths[: covered - 1])):
+    if covered == 1:
+        return power(count, 16), 1
+    width = lengths[0]
+    if width != power(width, 16) or any(n != width for n in lengths[: covered - 1]):
         raise UnsupportedError(f"segments {lengths} of a latent have no Triton kernel; use backend='reference'")
-    return (lengths[0] if covered > 1 else power(count, 16)), covered
+    return width, covered
 
 
 def score_arguments(part: PartArguments, q_dtype: torch.dtype, target: Target) -> dict[str, Any]:
     """Return the constant parameters of the score kernel for indexer keys."""
     dim = sum(part.segments)
-    segment, num_scales = _scales_of(part, dim)
+    width, num_scales = _pieces_of(part, dim)
     dot, precision = product_type(q_dtype, part)
     if target.interpreted:
         dot, precision = torch.float32, "ieee"
     return part.prefixed("K") | {
         "K_COUNT": dim,
-        "K_WIDTH": power(dim, 16),
+        "K_WIDTH": width,
+        "K_PIECES": -(-dim // width),
         "K_SCALES": num_scales,
-        "K_SEGMENT": segment,
         "DTYPE": TYPES[dot],
         "PRECISION": precision,
         "HARDWARE": target.hardware,

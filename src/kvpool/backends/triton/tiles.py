@@ -27,7 +27,7 @@ def load_values(
         data_offset: `[N]` int64, first container of every vector.
         block_offset: `[N]` int64, first block scale of every vector.
         rows: `[N]` bool; others are not read and give zeros.
-        COUNT: Elements wanted; a multiple of BLOCK.
+        COUNT: Elements wanted, as far as WIDTH goes; a multiple of BLOCK.
         WIDTH: Power of two they are padded to, with zeros.
 
     Returns:
