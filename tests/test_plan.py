@@ -363,10 +363,14 @@ def test_shares_divide_the_budget_and_must_be_complete() -> None:
     plan = make_plan(HYBRID, "1GiB", shares={"full": 0.5, "window-128": 0.25, "state": 0.25})
     parts = [g.committed_bytes(g.num_blocks, plan.granule_bytes) / plan.budget_bytes for g in plan.groups]
     assert parts == pytest.approx([0.5, 0.25, 0.25], abs=0.001)
-    for shares in ({"full": 1.0}, {"full": 0.5, "window": 0.4, "state": 0.2}, {"full": 1.5, "window": -0.6, "state": 0.1},
-                   {"full": 0.5, "window": 0.25, "states": 0.25}):  # fmt: skip
+    for wrong in (
+        {"full": 1.0},
+        {"full": 0.5, "window": 0.4, "state": 0.2},
+        {"full": 1.5, "window": -0.6, "state": 0.1},
+        {"full": 0.5, "window": 0.25, "states": 0.25},
+    ):
         with pytest.raises(PlanError, match="shares"):
-            make_plan(HYBRID, "1GiB", shares=shares)
+            make_plan(HYBRID, "1GiB", shares=wrong)
 
 
 def test_shares_follow_what_a_typical_sequence_needs() -> None:
@@ -570,8 +574,14 @@ def test_fingerprints_are_equal_in_another_process_and_ignore_what_moves_no_byte
 
 def test_a_block_format_ignores_counts_and_budgets_and_nothing_else() -> None:
     base = make_plan(HYBRID, "64MiB", tp_size=2)
-    for same in ({"budget": "1GiB"}, {"max_budget": "2GiB"}, {"host_budget": "1GiB"}, {"max_sequences": 9},
-                 {"max_seq_len": 2048, "typical_seq_len": 2048}, {"shares": {"full": 0.8, "window": 0.1, "state": 0.1}}):  # fmt: skip
+    for same in (
+        {"budget": "1GiB"},
+        {"max_budget": "2GiB"},
+        {"host_budget": "1GiB"},
+        {"max_sequences": 9},
+        {"max_seq_len": 2048, "typical_seq_len": 2048},
+        {"shares": {"full": 0.8, "window": 0.1, "state": 0.1}},
+    ):
         other = make_plan(HYBRID, **{"budget": "64MiB", "tp_size": 2, **same})
         assert other.block_format == base.block_format, same
         assert other.fingerprint != base.fingerprint, same
