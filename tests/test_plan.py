@@ -315,6 +315,15 @@ def test_a_bad_budget_is_refused(budget: Any) -> None:
         make_plan(uniform(), budget)
 
 
+def test_more_blocks_than_a_table_can_name_are_refused_or_noted() -> None:
+    tiny = uniform(KVKind(1, 16), 1)
+    with pytest.raises(PlanError, match="block ids go up to 2147483646"):
+        make_plan(tiny, max_tokens=2**40, tokens_per_block=2)
+    plan = make_plan(tiny, 2**62, tokens_per_block=2)
+    assert plan.groups[0].num_blocks == 2**31 - 1
+    assert any("the last id of a table" in note for note in plan.notes)
+
+
 def test_bytes_are_written_for_people() -> None:
     assert [format_bytes(n) for n in (132, 1024, 2**20 - 1, 5 * 2**30)] == ["132 B", "1.00 KiB", "1.00 MiB", "5.00 GiB"]
 

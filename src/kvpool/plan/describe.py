@@ -74,7 +74,7 @@ def _describe_pool(pool: PoolPlan) -> dict[str, Any]:
         "kv_factor": pool.kv_factor,
         "num_kv_heads": pool.num_heads,
         "head_dim": pool.vector.dim,
-        "product": _product(pool),
+        "bytes_per_token": _products(pool),
         "codec": pool.codec,
         "layout": pool.layout,
         "planes": [
@@ -92,8 +92,8 @@ def _describe_pool(pool: PoolPlan) -> dict[str, Any]:
     }
 
 
-def _product(pool: PoolPlan) -> str:
-    """Return every factor of the bytes that a token (or a state) takes in a pool."""
+def _products(pool: PoolPlan) -> list[str]:
+    """Return every factor of the bytes that a token (or a state) takes in each plane of a pool."""
     parts = []
     for plane in pool.planes:
         width = plane.shape[5] if len(plane.shape) == 6 else 1
@@ -101,7 +101,7 @@ def _product(pool: PoolPlan) -> str:
         factors += [f"{pool.num_heads} heads", f"{width} {plane.name}", f"{dtype(plane.dtype).itemsize} B"]
         total = plane.bytes_per_block // plane.shape[4]
         parts.append(f"{' x '.join(factors)} = {total:,}")
-    return "; ".join(parts)
+    return parts
 
 
 # --- the table ----------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def table(report: Mapping[str, Any]) -> str:
         fits = ", ".join(f"{n:,} of {int(length):,}" for length, n in report["sequences"].items())
         lines.append(f"sequences        {fits} tokens; the longest one {report['longest_sequence']:,}")
     lines.append(
-        f"not for tokens   alignment {format_bytes(report['alignment_bytes'])}, granules"
+        f"overhead         alignment {format_bytes(report['alignment_bytes'])}, granules"
         f" {format_bytes(report['granule_bytes_lost'])}, left over {format_bytes(report['left_over_bytes'])}"
     )
     rows = [["group", "layers", "blocks", "of tokens", "bytes/block", "committed", "share"]]
@@ -167,7 +167,8 @@ def table(report: Mapping[str, Any]) -> str:
     lines.append("")
     for group in report["groups"]:
         unit = "sequence" if group["lifetime"] == "state" else "token"
-        lines += [f"bytes a {unit}, {group['name']}: {pool['product']}" for pool in group["pools"]]
+        lines.append(f"bytes a {unit}, {group['name']}")
+        lines += [f"  {product}" for pool in group["pools"] for product in pool["bytes_per_token"]]
     for name, tier in report["tiers"].items():
         blocks = ", ".join(f"{g} {n:,}" for g, n in tier["num_blocks"].items())
         lines += ["", f"{name}: {blocks} blocks in {format_bytes(tier['budget_bytes'])}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvpool.errors import PlanError
@@ -22,7 +22,7 @@ from kvpool.plan.budget import (
     parse_bytes,
 )
 from kvpool.plan.codec_map import CodecChoice, resolve_codecs
-from kvpool.plan.geometry import GroupPlan, Pool, group_pools, place
+from kvpool.plan.geometry import Grouped, GroupPlan, Pool, group_pools, place
 from kvpool.plan.plan import Plan, TierPlan
 from kvpool.plan.sizing import Load
 from kvpool.spec import CacheSpec
@@ -103,53 +103,13 @@ def make_plan(
     if rank >= size:
         raise PlanError(f"tp_rank {rank} must be below tp_size {size}")
     stage = _stage(spec, layers)
-    granule = GRANULES[device_type(device)]
     codecs, codec_notes = resolve_codecs(codec, spec)
     grouped = group_pools(spec, codecs, stage, longest, size)
     if not grouped:
         raise PlanError(f"layers {stage.start}..{stage.stop - 1} store nothing; choose other layers")
-
-    def placed(reserved: Sequence[int]) -> list[GroupPlan]:
-        order = get_layout(layout)
-        return [
-            _group(name, lifetime, pools, order, n, r, layer_first, granule)
-            for ((name, lifetime), pools), r in zip(grouped.items(), reserved, strict=True)
-        ]
-
-    groups = placed([1] * len(grouped))
-    limit, bound_by = _limit(budget, memory_fraction, device, max_tokens is None and num_blocks is None)
-    wanted, wanted_by = _wanted(groups, max_tokens, num_blocks, load)
-    wanted_bytes = sum(g.committed_bytes(b, granule) for g, b in zip(groups, wanted, strict=True)) if wanted else 0
-    if wanted and (limit is None or wanted_bytes <= limit):
-        bound_by = wanted_by
-    elif wanted and wanted_by == "num_blocks":
-        raise PlanError(
-            f"num_blocks {wanted} take {wanted_bytes} bytes, above the budget of {limit}; lower one or raise the other"
-        )
-    total = wanted_bytes if limit is None else limit
-    ceiling = total if max_budget is None else parse_bytes(max_budget, "max_budget")
-    if ceiling < total:
-        raise PlanError(f"max_budget {ceiling} is below the budget of {total}; raise it or leave it out")
-    least = sum(g.committed_bytes(1, granule) for g in groups)
-    if total < least:
-        sizes = ", ".join(f"{g.name} {g.bytes_per_block}" for g in groups)
-        raise PlanError(
-            f"a budget of {total} bytes holds not even one block of every group (bytes a block: {sizes}); give at least"
-            f" {least} bytes, or fewer tokens_per_block than {n}"
-        )
-    reserved = [
-        max(sizing.blocks_within(g, ceiling, granule), b)
-        for g, b in zip(groups, wanted or [1] * len(groups), strict=True)
-    ]
-    groups = placed(reserved)
-    if bound_by == wanted_by:
-        groups = [replace(g, num_blocks=b) for g, b in zip(groups, wanted, strict=True)]
-    else:
-        if shares is not None:
-            blocks = sizing.share_by_fraction(groups, total, shares, granule)
-        else:
-            blocks = sizing.share_by_need(groups, total, load)
-        groups = sizing.fit(groups, blocks, total, granule)
+    shape = _Shape(grouped, get_layout(layout), n, layer_first, GRANULES[device_type(device)])
+    limits = _Limits(budget, memory_fraction, max_tokens, num_blocks, shares, max_budget, device)
+    groups, total, ceiling, bound_by = _settle(shape, limits, load)
     plan = Plan(
         spec=spec,
         groups=tuple(groups),
@@ -157,7 +117,7 @@ def make_plan(
         budget_bytes=total,
         max_budget_bytes=ceiling,
         bound_by=bound_by,
-        granule_bytes=granule,
+        granule_bytes=shape.granule,
         max_seq_len=longest,
         typical_seq_len=typical,
         max_sequences=load.max_sequences,
@@ -173,6 +133,76 @@ def make_plan(
     )
     plan.check()
     return replace(plan, notes=plan.notes + tuple(_remarks(plan, max_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What decides about the places inside a block, before anything is counted."""
+
+    grouped: Grouped
+    layout: Layout
+    tokens_per_block: int
+    layer_first: bool
+    granule: int
+
+    def place(self, reserved: Sequence[int]) -> list[GroupPlan]:
+        """Return the groups with addresses for so many blocks each."""
+        return [
+            _group(self, name, lifetime, pools, blocks)
+            for ((name, lifetime), pools), blocks in zip(self.grouped.items(), reserved, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How much there may be, as the caller said it."""
+
+    budget: int | str | None
+    memory_fraction: float | None
+    max_tokens: int | None
+    num_blocks: int | Mapping[str, int] | None
+    shares: Mapping[str, float] | None
+    max_budget: int | str | None
+    device: str
+
+
+def _settle(shape: _Shape, limits: _Limits, load: Load) -> tuple[list[GroupPlan], int, int, str]:
+    """Count the blocks of every group.
+
+    Returns:
+        (groups, budget in bytes, the most it may grow to, which limit bound it).
+    """
+    groups = shape.place([1] * len(shape.grouped))
+    limit, bound_by = _limit(limits)
+    wanted, wanted_by = _wanted(groups, limits.max_tokens, limits.num_blocks, load)
+    needed = sum(g.committed_bytes(b, shape.granule) for g, b in zip(groups, wanted, strict=False))
+    total = needed if limit is None else limit
+    if wanted and needed <= total:
+        bound_by = wanted_by
+    elif limits.num_blocks is not None:
+        raise PlanError(
+            f"num_blocks {wanted} take {needed} bytes, above the budget of {limit}; lower one or raise the other"
+        )
+    ceiling = total if limits.max_budget is None else parse_bytes(limits.max_budget, "max_budget")
+    if ceiling < total:
+        raise PlanError(f"max_budget {ceiling} is below the budget of {total}; raise it or leave it out")
+    least = sum(g.committed_bytes(1, shape.granule) for g in groups)
+    if total < least:
+        sizes = ", ".join(f"{g.name} {g.bytes_per_block}" for g in groups)
+        raise PlanError(
+            f"a budget of {total} bytes holds not even one block of every group (bytes a block: {sizes}); give at least"
+            f" {least} bytes, or fewer tokens_per_block than {shape.tokens_per_block}"
+        )
+    within = [sizing.blocks_within(g, ceiling, shape.granule) for g in groups]
+    if bound_by == wanted_by:
+        groups = shape.place([max(a, b) for a, b in zip(within, wanted, strict=True)])
+        return [replace(g, num_blocks=b) for g, b in zip(groups, wanted, strict=True)], total, ceiling, bound_by
+    groups = shape.place(within)
+    if limits.shares is not None:
+        blocks = sizing.share_by_fraction(groups, total, limits.shares, shape.granule)
+    else:
+        blocks = sizing.share_by_need(groups, total, load)
+    return sizing.fit(groups, blocks, total, shape.granule), total, ceiling, bound_by
 
 
 def _nearest_power(n: int) -> str:
@@ -197,19 +227,12 @@ def _stage(spec: CacheSpec, layers: range | None) -> range:
 
 
 def _group(
-    name: str,
-    lifetime: Lifetime | None,
-    pools: list[tuple[Pool, tuple[int, ...]]],
-    layout: Layout,
-    tokens_per_block: int,
-    reserved: int,
-    layer_first: bool,
-    granule: int,
+    shape: _Shape, name: str, lifetime: Lifetime | None, pools: list[tuple[Pool, tuple[int, ...]]], reserved: int
 ) -> GroupPlan:
     """Place one group; a state group holds one state a block and is layer-first."""
-    first = layer_first or lifetime is None
-    tokens = 1 if lifetime is None else tokens_per_block
-    at = place(pools, layout, tokens, reserved, first, granule)
+    first = shape.layer_first or lifetime is None
+    tokens = 1 if lifetime is None else shape.tokens_per_block
+    at = place(pools, shape.layout, tokens, reserved, first, shape.granule)
     covered = tuple(sorted({layer for _, layers in pools for layer in layers}))
     group = GroupPlan(
         name=name,
@@ -230,19 +253,20 @@ def _group(
     return group
 
 
-def _limit(budget: int | str | None, fraction: float | None, device: str, needed: bool) -> tuple[int | None, str]:
+def _limit(given: _Limits) -> tuple[int | None, str]:
     """Return the least of the byte limits and its name; None when there is none and none is needed."""
     limits: dict[str, int] = {}
-    if budget is not None:
-        limits["budget"] = parse_bytes(budget)
+    fraction = given.memory_fraction
+    if given.budget is not None:
+        limits["budget"] = parse_bytes(given.budget)
         if limits["budget"] == 0:
             raise PlanError("budget must be positive, got 0")
-    if fraction is None and budget is None and needed:
-        fraction = DEFAULT_FRACTION[device_type(device)]
+    elif fraction is None and given.max_tokens is None and given.num_blocks is None:
+        fraction = DEFAULT_FRACTION[device_type(given.device)]
     if fraction is not None:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise PlanError(f"memory_fraction must be a number in (0, 1], got {fraction!r}")
-        limits["memory_fraction"] = int(free_bytes(device) * Fraction(fraction))
+        limits["memory_fraction"] = int(free_bytes(given.device) * Fraction(fraction))
     name = min(limits, key=limits.__getitem__, default="")
     return limits.get(name), name
 
@@ -256,12 +280,24 @@ def _wanted(
             raise PlanError("give max_tokens or num_blocks, not both")
         if isinstance(num_blocks, Mapping):
             named = sizing.expand_names(groups, num_blocks, "num_blocks")
-            return [count(f"num_blocks[{g.name!r}]", named[g.name]) for g in groups], "num_blocks"
-        return [count("num_blocks", num_blocks)] * len(groups), "num_blocks"
+            blocks = [count(f"num_blocks[{g.name!r}]", named[g.name]) for g in groups]
+        else:
+            blocks = [count("num_blocks", num_blocks)] * len(groups)
+        return _ids(groups, blocks), "num_blocks"
     if max_tokens is None:
         return [], "none"
     lengths = sizing.as_lengths(count("max_tokens", max_tokens), sizing.unit_length(groups, load))
-    return [sizing.planned_blocks(g, lengths, load) for g in groups], "max_tokens"
+    return _ids(groups, [sizing.planned_blocks(g, lengths, load) for g in groups]), "max_tokens"
+
+
+def _ids(groups: Sequence[GroupPlan], blocks: list[int]) -> list[int]:
+    """Check that every block has an id: tables hold int32."""
+    for group, number in zip(groups, blocks, strict=True):
+        if number > sizing.MAX_BLOCKS:
+            raise PlanError(
+                f"group {group.name!r} would need {number} blocks; block ids go up to {sizing.MAX_BLOCKS - 1}"
+            )
+    return blocks
 
 
 def _tiers(groups: Sequence[GroupPlan], load: Load, **budgets: int | str) -> tuple[TierPlan, ...]:
@@ -292,6 +328,11 @@ def _remarks(plan: Plan, max_tokens: int | None) -> list[str]:
         notes.append(f"max_seq_len {plan.max_seq_len} is above the {plan.spec.max_seq_len} that the model was made for")
     if plan.bound_by == "max_tokens" and max_tokens != plan.num_tokens:
         notes.append(f"max_tokens {max_tokens} was rounded up to whole blocks: {plan.num_tokens} tokens")
+    notes += [
+        f"group {group.name} ends at {sizing.MAX_BLOCKS} blocks, the last id of a table, whatever the budget"
+        for group in plan.groups
+        if group.num_blocks == sizing.MAX_BLOCKS
+    ]
     longest = plan.longest_sequence()
     if longest.value < plan.max_seq_len:
         need = [sizing.live_blocks(g, {plan.max_seq_len: 1}, plan.load) for g in plan.groups]
