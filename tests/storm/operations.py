@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+import torch
+
 import kvpool as kv
 
-from .world import Live, Storm, split
+from .model import forward
+from .world import Live, Storm, attends, split
 
 VOCABULARY = 5  # Few tokens, so that prefixes meet by chance too.
 
@@ -58,6 +62,7 @@ def open_prompt(storm: Storm) -> str | None:
         tokens = list(rng.choice(known)[1])
         tokens = tokens[: rng.choice([len(tokens), rng.randint(0, len(tokens))])]
     tokens += [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 3, rng.randint(1, 40)]))]
+    tokens = tokens[-storm.longest :]
     limit = rng.choice([None, None, None, rng.randint(0, len(tokens))])
     seq = storm.cache.sequence(tokens, salt=extras[0], lora_id=extras[1], max_cached_tokens=limit)
     storm.must(list(seq.tokens) == tokens, "tokens of a new sequence")
@@ -72,12 +77,17 @@ def open_prompt(storm: Storm) -> str | None:
     "KVCache.attend",
     "KVCache.extend",
     "KVCache.fits",
+    "KVCache.gather",
+    "KVCache.score",
+    "KVCache.state",
+    "KVCache.state_read",
+    "KVCache.state_write",
     "Sequence.num_cached_tokens",
 )
 def serve(storm: Storm) -> str | None:
     """A step for some sequences: prefill, chunked prefill and decode mixed; sometimes it fails halfway."""
     rng = storm.rng
-    ready = [live for live in storm.live if live.computed < len(live.tokens)]
+    ready = [live for live in storm.live if live.computed < len(live.tokens) <= storm.longest]
     if not ready:
         return None
     items = [(live, rng.choice([1, 3, 16, 1000])) for live in split(rng, ready, 6)]
@@ -92,7 +102,7 @@ def serve(storm: Storm) -> str | None:
     try:
         with step:
             rows = storm.check_step(step, items)
-            storm.forward(step, rows)
+            forward(storm, step, rows)
             if fail:
                 raise Planned
     except Planned:
@@ -125,13 +135,27 @@ def refused(storm: Storm, items: list[tuple[Live, int]], before: object, error: 
     return f"{ids} refused"
 
 
+@operation(1)
+def ask_too_much(storm: Storm) -> str | None:
+    """A prompt that can never fit is refused at once, with the numbers, and changes nothing."""
+    before = storm.cache.stats()
+    full = [g for g in storm.plan.groups if g.lifetime is not None and g.lifetime.window is g.lifetime.chunk is None]
+    if not full:
+        return None
+    tokens = [1] * (full[0].num_blocks * full[0].tokens_per_block + 1)
+    with pytest.raises(kv.KVError, match=rf"{len(tokens)}"):
+        storm.cache.sequence(tokens)
+    storm.must(storm.cache.stats() == before, "a refused prompt changed the counters")
+    return f"{len(tokens)} tokens"
+
+
 @operation(6, "Sequence.extend", "Sequence.num_computed_tokens")
 def append_known(storm: Storm) -> str | None:
     """Tokens the caller knows: the next turn of a conversation."""
     if not storm.live:
         return None
     live = storm.rng.choice(storm.live)
-    if len(live.tokens) > 200:
+    if len(live.tokens) + 9 > storm.longest:
         return None
     storm.must(live.seq.num_computed_tokens == live.computed, f"{live.seq.num_computed_tokens} tokens are computed")
     tokens = [storm.rng.randrange(VOCABULARY) for _ in range(storm.rng.randint(1, 9))]
@@ -190,3 +214,28 @@ def pass_time(storm: Storm) -> str | None:
     """The clock moves; durations of retention run out."""
     storm.now += storm.rng.choice([0.1, 5.0])
     return f"now {storm.now:.1f}"
+
+
+@operation(4, "KVCache.view")
+def look_through_views(storm: Storm) -> str | None:
+    """What another library's kernel sees: the pool itself, strided, some heads of it; block ids as in the table."""
+    able = [live for live in storm.live if live.computed]
+    layers = [layer for layer, spec in enumerate(storm.spec.layers) if attends(spec)]
+    if not able or not layers:
+        return None
+    live, layer = storm.rng.choice(able), storm.rng.choice(layers)
+    (key, *_), _, _ = storm.parts(layer)
+    if key.codec.quantised:
+        return None
+    first = storm.rng.randrange(key.num_heads)
+    view = storm.cache.view(layer, key.name, heads=slice(first, None))
+    table, length = storm.cache.ledger.table(live.seq.id, key.group)
+    token = torch.arange(length)
+    block = torch.tensor(table)[token // key.tokens_per_block]
+    seen = storm.visible(torch.tensor([length]), length, storm.lifetime(key))[0]
+    axes = "BFHNC" if view.layout == "HND" else "BFNHC"
+    data = view.data.permute([axes.index(axis) for axis in "BFNHC"])
+    got = data[block.clamp(min=0), 0, token % key.tokens_per_block].float()  # [n, heads, C]
+    want = storm.stored(key, live.links[:length])[:, first:]
+    storm.must(bool((got == want).flatten(1).all(1)[seen].all()), f"layer {layer}: a view does not show {key.name}")
+    return f"{live.seq} layer {layer} heads {first}.."

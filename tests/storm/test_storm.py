@@ -12,7 +12,7 @@ import torch
 
 import kvpool as kv
 from kvpool.backends.reference import ReferenceBackend
-from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, SharedKind
+from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, SharedKind, StateKind
 from kvpool.pools import Part
 from kvpool.sequence import Sequence
 from kvpool.step import Step
@@ -27,6 +27,10 @@ UNEQUAL = (LayerSpec((KVKind(2, 64, v_head_dim=32),)),) * 2
 SHARED = (*GQA, LayerSpec((SharedKind(0),)))
 WINDOW = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(2, 64),), Lifetime(window=13)))
 CHUNK = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(3, 32),), Lifetime(chunk=24)))
+
+STATES = (StateKind("conv", (6, 3), "bf16"), StateKind("ssm", (2, 8, 4)))
+HYBRID = (LayerSpec((KVKind(3, 32),)), LayerSpec(STATES), LayerSpec((KVKind(3, 32), *STATES)))
+RECURRENT = (LayerSpec(STATES),) * 2
 
 #: A kernel may round probabilities and decoded values to bf16: 2^-8 of the largest value, 128.
 ROUNDED = 0.6
@@ -46,6 +50,8 @@ CASES = [
     Case("dsa-fp8", DSA, codec="fp8"),
     Case("window-bf16", WINDOW),
     Case("chunk-bf16-nhd", CHUNK, layout="NHD"),
+    Case("hybrid-bf16", HYBRID, options={"checkpoint_interval": 16}),
+    Case("recurrent", RECURRENT, options={"checkpoint_interval": 16}),
     Case("gqa-bf16-cpu", GQA, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
     Case("gqa-fp32-nhd-cpu", GQA, codec="fp32", layout="NHD", backend="cpu", tokens_per_block=32, num_blocks=10),
     Case(

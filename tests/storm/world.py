@@ -12,14 +12,11 @@ import torch
 
 import kvpool as kv
 from kvpool.backends.reference import restore, transform
-from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, SharedKind
+from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, SharedKind, StateKind
 from kvpool.sequence import Sequence
 from kvpool.step import Step
 
 from . import content
-
-#: How sharp an aimed query is: its target's logit; all others are far below, so the answer is one value.
-AIM = 100.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,11 @@ class Live:
         content.extend(self.links, content.root(self.extras), self.tokens[len(self.links) :])
 
 
+def attends(spec: LayerSpec) -> bool:
+    """True for a layer with keys and values, of its own or another's."""
+    return any(isinstance(kind, KVKind | LatentKind | SharedKind) for kind in spec.kinds)
+
+
 class Fault(AssertionError):
     """The cache did what it must not do."""
 
@@ -96,6 +98,8 @@ class Storm:
         self.cache = kv.KVCache(self.plan, backend=case.backend, clock=lambda: self.now)
         self._set_constants()
         self._poison()
+        kept = [g.num_blocks * g.tokens_per_block for g in self.plan.groups if not g.is_state]
+        self.longest = min([150, *kept]) - 1
         self.live: list[Live] = []
         self.committed: set[int] = set()
         self.past: list[tuple[tuple[object, ...], list[int]]] = []
@@ -167,6 +171,8 @@ class Storm:
                 return content.vectors(links, layer, part, 1, dim)
             if isinstance(kind, IndexerKind) and part == "index":
                 return content.vectors(links, layer, part, 1, kind.index_head_dim)
+            if isinstance(kind, StateKind) and part == kind.name:
+                return content.vectors(links, layer, part, 1, kind.num_elements)
         raise LookupError((layer, part))
 
     def stored(self, part: Any, links: list[int]) -> torch.Tensor:
@@ -176,7 +182,11 @@ class Storm:
             x = torch.cat([x, self.given(part.layer, "rope", links)], -1)
         c = part.constants
         encoded = part.codec.encode(transform(x, c.smoothing, c.rotation_block), part.vector, c.scale)
-        return restore(part.codec.decode(encoded, part.vector, c.scale), c.smoothing, c.rotation_block)
+        return restore(part.codec.decode(encoded, part.vector, c.scale), c.smoothing, c.rotation_block).float()
+
+    def lifetime(self, part: Any) -> Lifetime | None:
+        """How long the tokens of a part are kept."""
+        return self.plan.groups[part.group].lifetime
 
     @staticmethod
     def visible(positions: torch.Tensor, num_tokens: int, lifetime: Lifetime | None) -> torch.Tensor:
@@ -248,46 +258,6 @@ class Storm:
                 seen.add(slot)
             row0 += count
 
-    def forward(self, step: Step, rows: list[tuple[Live, int, int]]) -> None:
-        """Be the model: write every layer, attend at every layer, and verify what comes out."""
-        links = [link for live, first, count in rows for link in live.links[first : first + count]]
-        for layer, spec in enumerate(self.spec.layers):
-            for kind in spec.kinds:
-                if isinstance(kind, SharedKind):
-                    continue
-                names = {KVKind: ("k", "v"), LatentKind: ("latent", "rope"), IndexerKind: ("index",)}[type(kind)]
-                self.cache.write(layer, step, **{name: self.given(layer, name, links) for name in names})
-            if any(isinstance(kind, KVKind | LatentKind | SharedKind) for kind in spec.kinds):
-                self._attend(layer, step, rows)
-
-    def _attend(self, layer: int, step: Step, rows: list[tuple[Live, int, int]]) -> None:
-        """Half of the query heads see everything alike (q = 0), half aim at one visible token each."""
-        key_parts, value_part, v_dim = self.parts(layer)
-        lifetime = self.plan.groups[value_part.group].lifetime
-        heads, groups = value_part.num_heads, self.case.query_groups
-        queries, answers, totals = [], [], []
-        for live, first, count in rows:
-            links = live.links[: first + count]
-            seen = self.visible(torch.arange(first, first + count), len(links), lifetime)  # [q, n]
-            keys = torch.cat([self.stored(part, links) for part in key_parts], -1)  # [n, H, D]
-            values = self.stored(value_part, links)[..., :v_dim]
-            aimed = torch.rand(count, heads * groups, generator=self.torch_rng) < 0.5  # [q, Q]
-            draw = torch.rand(count, heads * groups, len(links), generator=self.torch_rng)
-            target = (draw * seen[:, None]).argmax(-1)  # [q, Q], always a visible token
-            head = torch.arange(heads * groups) // groups
-            goal = keys[target, head]  # [q, Q, D]
-            queries.append(goal * (AIM / goal.square().sum(-1, keepdim=True)) * aimed[..., None])
-            flat = torch.einsum("qn,nhd->qhd", seen.double(), values.double()) / seen.sum(-1)[:, None, None]
-            answers.append(torch.where(aimed[..., None], values[target, head], flat[:, head].float()))
-            totals.append(torch.where(aimed, torch.nan, seen.sum(-1)[:, None].float().log()))
-        out, lse = self.cache.attend(layer, step, torch.cat(queries), scale=1.0, return_lse=True)
-        off = (out.float() - torch.cat(answers)).abs().amax(-1)  # [T, Q]
-        if not bool((off <= self.case.tolerance).all()):
-            row, q = divmod(int(off.nan_to_num(torch.inf).argmax()), off.shape[1])
-            raise Fault(f"layer {layer}, row {row}, query head {q}: attention is off by {float(off[row, q]):.3g}")
-        total = torch.cat(totals)
-        self.must(torch.allclose(lse[~total.isnan()], total[~total.isnan()], atol=1e-3), "lse of equal logits")
-
     def ended(self, rows: list[tuple[Live, int, int]], commit: bool) -> None:
         """A step has ended well: what it computed is held, and with `commit` matchable."""
         for live, first, count in rows:
@@ -306,20 +276,22 @@ class Storm:
         if not live.computed:
             return
         for layer, spec in enumerate(self.spec.layers):
-            if not any(isinstance(kind, KVKind | LatentKind | SharedKind) for kind in spec.kinds):
+            if not attends(spec):
                 continue
             key_parts, value_part, _ = self.parts(layer)
-            lifetime = self.plan.groups[value_part.group].lifetime
-            seen = self.visible(torch.tensor([live.computed]), live.computed, lifetime)[0]
+            seen = self.visible(torch.tensor([live.computed]), live.computed, self.lifetime(value_part))[0]
             parts = dict.fromkeys((*key_parts, value_part))
             for part, got in zip(parts, self.cache.read(layer, live.seq), strict=True):
-                self.must(len(got) == live.computed, f"read gives {len(got)} tokens, {live.computed} are computed")
-                want = self.stored(part, live.links[: live.computed])
-                wrong = ((got != want).flatten(1).any(1) & seen).nonzero().flatten()
-                if len(wrong):
-                    place = int(wrong[0])
-                    found = self.explain(part, got[place])
-                    raise Fault(f"{live.seq}: layer {layer}, {part.name}, position {place} holds {found}")
+                self.same(part, got, live.links[: live.computed], seen, f"{live.seq}")
+
+    def same(self, part: Any, got: torch.Tensor, links: list[int], seen: torch.Tensor, whose: str) -> None:
+        """`got [n, H, D]` holds the content of these tokens, where `seen [n]`."""
+        self.must(len(got) == len(links), f"{whose}: {len(got)} tokens given, {len(links)} are computed")
+        wrong = ((got != self.stored(part, links)).flatten(1).any(1) & seen).nonzero().flatten()
+        if len(wrong):
+            place = int(wrong[0])
+            found = self.explain(part, got[place])
+            raise Fault(f"{whose}: layer {part.layer}, {part.name}, position {place} holds {found}")
 
     def explain(self, part: Any, vector: torch.Tensor) -> str:
         """Say whose vector this is, of all histories the world knows."""
@@ -327,9 +299,8 @@ class Storm:
             links: list[int] = []
             content.extend(links, content.root(extras), tokens)
             for layer, spec in enumerate(self.spec.layers):
-                names = [p for k in spec.kinds for p in (("k", "v") if isinstance(k, KVKind) else ("latent", "rope"))]
-                for name in [] if any(isinstance(k, SharedKind) for k in spec.kinds) else names:
-                    other = self.cache.pools.part(layer, name)
+                for other in {*self.parts(layer)[0], self.parts(layer)[1]} if attends(spec) else ():
+                    name = other.name
                     if other.vector != part.vector or other.num_heads != part.num_heads:
                         continue
                     hit = (self.stored(other, links) == vector).flatten(1).all(1).nonzero()
