@@ -6,112 +6,54 @@
 
 #include <mutex>
 
+#include "bind_ledger_arguments.hpp"
 #include "ledger/core.hpp"
 
 namespace nb = nanobind;
 using namespace kvpool::ledger;
 
+namespace kvpool {
 namespace {
 
 using Lock = std::lock_guard<std::mutex>;
+using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Token ids: a list of ints, or a contiguous int32 or int64 array.
-class Tokens {
- public:
-  explicit Tokens(nb::handle given) {
-    if (PyList_CheckExact(given.ptr()) || PyTuple_CheckExact(given.ptr())) {
-      from_sequence(given.ptr());
-    } else {
-      from_buffer(given.ptr());
-    }
-    check();
-  }
-  const std::vector<int32_t>& values() const { return values_; }
+nb::bytes to_bytes(const Key& key) { return nb::bytes(key.data(), key.size()); }
 
- private:
-  void from_buffer(PyObject* given) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(given, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) != 0) {
-      PyErr_Clear();
-      throw nb::type_error("token ids must be a list of ints or a contiguous int32 or int64 array");
-    }
-    const char kind = view.format ? view.format[0] : 'B';
-    const bool is_int = view.ndim == 1 && (kind == 'i' || kind == 'l' || kind == 'q');
-    const size_t n = is_int ? static_cast<size_t>(view.shape[0]) : 0;
-    if (is_int && view.itemsize == 4) {
-      const int32_t* from = static_cast<const int32_t*>(view.buf);
-      values_.assign(from, from + n);
-    } else if (is_int && view.itemsize == 8) {
-      values_.resize(n);
-      const int64_t* from = static_cast<const int64_t*>(view.buf);
-      bool fits = true;
-      for (size_t i = 0; i < n; ++i) {
-        values_[i] = static_cast<int32_t>(from[i]);
-        fits = fits && from[i] == values_[i];
-      }
-      if (!fits) values_.assign(1, -1);
-    }
-    PyBuffer_Release(&view);
-    if (!is_int) throw nb::type_error("token ids must be a one-dimensional int32 or int64 array");
-  }
+template <class T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> to_array(const T* data, size_t n) {
+  T* copy = new T[n ? n : 1];
+  std::copy(data, data + n, copy);
+  nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy, {n}, owner);
+}
 
-  void from_sequence(PyObject* list) {
-    const Py_ssize_t n = PySequence_Fast_GET_SIZE(list);
-    PyObject** items = PySequence_Fast_ITEMS(list);
-    values_.resize(static_cast<size_t>(n));
-    for (Py_ssize_t i = 0; i < n; ++i) {
-      const long v = PyLong_AsLong(items[i]);
-      values_[i] = v < 0 || v > INT32_MAX ? -1 : static_cast<int32_t>(v);
-    }
-    if (PyErr_Occurred()) {
-      PyErr_Clear();
-      throw nb::type_error("token ids must be ints");
-    }
+nb::list evicted(Core& core) {
+  nb::list out;
+  for (const Evicted& e : core.blocks().offered) {
+    out.append(nb::make_tuple(e.group, e.block, to_bytes(e.key), to_bytes(e.parent), e.index, e.priority, e.uses,
+                              to_array(e.tokens.data(), e.tokens.size())));
   }
-  void check() const {
-    int32_t all = 0;
-    for (const int32_t v : values_) all |= v;
-    if (all < 0) throw nb::value_error("a token id is negative or does not fit 31 bits; ids are 0 .. 2147483647");
-  }
-  std::vector<int32_t> values_;
-};
-
-std::vector<Item> parse_items(const nb::list& items) {
-  std::vector<Item> out;
-  out.reserve(nb::len(items));
-  for (nb::handle item : items) {
-    if (!PyTuple_CheckExact(item.ptr()) || PyTuple_GET_SIZE(item.ptr()) != 2) {
-      throw nb::type_error("an item of a step is a tuple (sequence id, max tokens)");
-    }
-    out.push_back(
-        {PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(item.ptr(), 1))});
-  }
-  if (PyErr_Occurred()) {
-    PyErr_Clear();
-    throw nb::type_error("an item of a step is a tuple (sequence id, max tokens) of ints");
-  }
+  core.blocks().offered.clear();
   return out;
 }
 
-nb::tuple decision(const Step& step, int64_t num_samples) {
-  nb::list sequences, copies, admitted, sampled;
-  int64_t num_tokens = 0;
+nb::tuple decision(Core& core, const Step& step, int64_t num_samples) {
+  nb::list sequences, copies, admitted, sampled, drafts, onboards;
+  int64_t row = 0;
   for (const Entry& e : step.entries) {
     sequences.append(e.seq->id);
-    num_tokens += e.num_tokens;
-    if (e.start + e.num_tokens == e.seq->size()) sampled.append(e.seq->id);
+    if (e.num_drafts) drafts.append(nb::make_tuple(e.seq->id, row + e.num_tokens, e.num_drafts));
+    row += e.num_tokens + e.num_drafts;
+    if (e.end() == e.seq->size()) sampled.append(e.seq->id);
     if (e.admitted) admitted.append(nb::make_tuple(e.seq->id, e.cached_tokens, e.partial_tokens));
   }
   for (const Copy& c : step.copies) copies.append(nb::make_tuple(c.group, c.src, c.dst, c.num_tokens));
-  return nb::make_tuple(step.id, nb::tuple(sequences), num_tokens, num_samples, nb::tuple(copies), nb::tuple(admitted),
-                        nb::tuple(sampled));
-}
-
-nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> to_array(const int32_t* data, size_t n) {
-  int32_t* copy = new int32_t[n ? n : 1];
-  std::copy(data, data + n, copy);
-  nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
-  return nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>(copy, {n}, owner);
+  for (const Onboard& o : step.onboards) {
+    onboards.append(nb::make_tuple(step.entries[o.entry].seq->id, o.group, o.block, o.index, to_bytes(o.key)));
+  }
+  return nb::make_tuple(step.id, nb::tuple(sequences), row, num_samples, nb::tuple(copies), nb::tuple(admitted),
+                        nb::tuple(sampled), nb::tuple(drafts), nb::tuple(onboards), nb::tuple(evicted(core)));
 }
 
 template <class T>
@@ -153,28 +95,23 @@ void bind_arrays(nb::module_& m) {
           nb::arg("seq_lens"), "Add a state group; its table width is `num_draft`.");
 }
 
-std::string text(nb::handle bytes) {
-  char* data;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(bytes.ptr(), &data, &size) != 0) {
-    PyErr_Clear();
-    throw nb::type_error("expected bytes");
-  }
-  return std::string(data, static_cast<size_t>(size));
-}
-
-int64_t open_sequence(Core& self, nb::handle tokens, nb::bytes salt, nb::bytes lora, const nb::list& media,
-                      const nb::list& retention, int64_t max_cached) {
+OpenRequest parse_request(const Tokens& ids, nb::bytes salt, nb::bytes lora, const nb::list& media) {
   OpenRequest request;
-  const Tokens ids(tokens);
   request.tokens = ids.values().data();
   request.num_tokens = static_cast<int64_t>(ids.values().size());
   request.salt = text(salt);
   request.lora = text(lora);
-  request.max_cached = max_cached;
   for (nb::handle item : media) {
     request.media.push_back({nb::cast<int64_t>(item[0]), nb::cast<int64_t>(item[1]), text(item[2])});
   }
+  return request;
+}
+
+int64_t open_sequence(Core& self, nb::handle tokens, nb::bytes salt, nb::bytes lora, const nb::list& media,
+                      const nb::list& retention, int64_t max_cached) {
+  const Tokens ids(tokens);
+  OpenRequest request = parse_request(ids, salt, lora, media);
+  request.max_cached = max_cached;
   for (nb::handle item : retention) {
     request.retention.push_back({nb::cast<int64_t>(item[0]), nb::cast<int64_t>(item[1]), nb::cast<uint8_t>(item[2]),
                                  nb::cast<double>(item[3])});
@@ -183,8 +120,7 @@ int64_t open_sequence(Core& self, nb::handle tokens, nb::bytes salt, nb::bytes l
   return self.open(request);
 }
 
-void extend_sequences(Core& self, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
-                      nb::object tokens) {
+void extend_sequences(Core& self, Ids ids, nb::object tokens) {
   if (tokens.is_none()) {
     const Lock lock(self.mutex());
     return self.extend(ids.data(), nullptr, ids.size());
@@ -193,6 +129,37 @@ void extend_sequences(Core& self, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_
   if (values.values().size() != ids.size()) throw nb::value_error("extend takes one token id a sequence");
   const Lock lock(self.mutex());
   self.extend(ids.data(), values.values().data(), ids.size());
+}
+
+void resolve_tokens(Core& self, Ids ids, nb::handle tokens) {
+  const Tokens values(tokens);
+  if (values.values().size() != ids.size()) throw nb::value_error("resolve takes one token id a sequence");
+  const Lock lock(self.mutex());
+  self.resolve(ids.data(), values.values().data(), ids.size());
+}
+
+nb::tuple begin_step(Core& self, const nb::list& items, StepArrays& arrays, bool commit, const nb::list& drafts,
+                     double now) {
+  const std::vector<Item> parsed = parse_items(items);
+  std::vector<std::pair<int64_t, Drafts>> given;
+  for (nb::handle d : drafts) {
+    given.push_back({nb::cast<int64_t>(d[0]), {Tokens(d[1]).values(), nb::cast<std::vector<int32_t>>(d[2])}});
+  }
+  const Lock lock(self.mutex());
+  self.blocks().now = now;
+  int64_t num_samples = 0;
+  const auto forget = [&] {  // drafts are for this step, whether it took them or not
+    for (const auto& d : given) self.forget_drafts(d.first);
+  };
+  try {
+    for (auto& [id, draft] : given) self.set_drafts(id, std::move(draft));
+    const Step& step = self.begin(parsed, arrays, commit, &num_samples);
+    forget();
+    return decision(self, step, num_samples);
+  } catch (...) {
+    forget();
+    throw;
+  }
 }
 
 nb::dict sequence_info(Core& self, int64_t id) {
@@ -204,8 +171,12 @@ nb::dict sequence_info(Core& self, int64_t id) {
   out["num_computed"] = s.computed;
   out["num_scheduled"] = s.scheduled;
   out["num_cached"] = s.hit_tokens;
+  out["num_partial"] = s.partial_tokens;
+  out["num_missed"] = s.missed_tokens;
+  out["num_resumed"] = s.resumed_tokens;
   out["prompt_len"] = s.prompt_len;
   out["admitted"] = s.admitted;
+  out["paused"] = s.paused;
   out["open_steps"] = s.open_steps;
   return out;
 }
@@ -213,25 +184,102 @@ nb::dict sequence_info(Core& self, int64_t id) {
 nb::dict statistics(Core& self) {
   const Lock lock(self.mutex());
   const Totals& t = self.totals();
+  const Blocks& blocks = self.blocks();
   nb::dict out;
   out["hit_tokens"] = t.hit_tokens;
   out["partial_tokens"] = t.partial_tokens;
   out["missed_tokens"] = t.missed_tokens;
+  out["resumed_tokens"] = t.resumed_tokens;
+  out["onboarded_tokens"] = t.onboarded_tokens;
   out["admitted"] = t.admitted;
-  out["allocated_blocks"] = t.allocated;
-  out["evicted_blocks"] = t.evicted;
+  out["allocated_blocks"] = blocks.num_allocated;
+  out["evicted_blocks"] = blocks.num_evicted;
   out["copied_blocks"] = t.copied;
   out["taken_blocks"] = t.taken;
   out["adopted_blocks"] = t.adopted;
-  out["stored_blocks"] = t.stored;
+  out["stored_blocks"] = blocks.num_stored;
+  nb::dict by_priority;
+  for (int p = 0; p < kNumLevels; ++p) {
+    if (blocks.evicted_by_priority[p]) by_priority[nb::int_(p)] = blocks.evicted_by_priority[p];
+  }
+  out["evicted_by_priority"] = by_priority;
   nb::list groups;
   for (int g = 0; g < self.num_groups(); ++g) {
-    const BlockGroup& group = self.group(g);
+    const BlockGroup& group = blocks.groups[g];
     groups.append(nb::make_tuple(group.num_used(), group.num_cached, group.num_free, group.spec.num_blocks));
   }
   out["groups"] = groups;
   out["num_sequences"] = self.num_sequences();
-  out["num_nodes"] = self.tree().num_nodes();
+  out["num_nodes"] = blocks.tree.num_nodes();
+  out["bookkeeping_bytes"] = blocks.bytes();
+  return out;
+}
+
+nb::list drain_events(Core& self) {
+  const Lock lock(self.mutex());
+  nb::list out;
+  const Tree& tree = self.blocks().tree;
+  self.blocks().events.drain([&](const Event& e, const int32_t* tokens) {
+    const bool cleared = e.kind == EventKind::cleared;
+    const bool named = !cleared && e.space < tree.num_spaces();
+    const std::string& salt = named ? tree.space(e.space).salt : std::string();
+    const std::string& lora = named ? tree.space(e.space).lora : std::string();
+    out.append(nb::make_tuple(e.number, static_cast<int>(e.kind), e.group, e.block, e.to, to_bytes(e.key),
+                              e.has_parent ? nb::object(to_bytes(e.parent)) : nb::none(), e.start,
+                              to_array(tokens, static_cast<size_t>(e.num_tokens)), e.priority,
+                              nb::bytes(salt.data(), salt.size()), nb::bytes(lora.data(), lora.size())));
+  });
+  return out;
+}
+
+// What a keyed policy gives keys to: the blocks of full groups cached since the last call, group after group.
+nb::list unkeyed(Core& self) {
+  const Lock lock(self.mutex());
+  Blocks& blocks = self.blocks();
+  nb::list out;
+  for (int g = 0; g < self.num_groups(); ++g) {
+    if (!blocks.heap(g)) continue;
+    std::vector<int32_t> ids, uses, index, own;
+    std::vector<uint64_t> names;
+    std::vector<double> keys;
+    for (size_t i = 0; i < blocks.unkeyed.size(); ++i) {
+      const int32_t b = blocks.unkeyed[i];
+      const Block& block = blocks.groups[g][b];
+      if (blocks.unkeyed_group[i] != g || !block.queued) continue;
+      const Node& node = blocks.tree[block.node];
+      ids.push_back(b);
+      uses.push_back(static_cast<int32_t>(block.uses));
+      index.push_back(node.index);
+      own.push_back(block.own);
+      uint64_t name;
+      std::memcpy(&name, node.key.data(), 8);
+      names.push_back(name);
+      keys.push_back(blocks.unkeyed_key[i]);
+    }
+    if (ids.empty()) continue;
+    out.append(nb::make_tuple(g, to_array(ids.data(), ids.size()), to_array(uses.data(), uses.size()),
+                              to_array(index.data(), index.size()), to_array(own.data(), own.size()),
+                              to_array(names.data(), names.size()), to_array(keys.data(), keys.size()), blocks.clock));
+  }
+  blocks.unkeyed.clear();
+  blocks.unkeyed_group.clear();
+  blocks.unkeyed_key.clear();
+  return out;
+}
+
+void push_keys(Core& self, int32_t group, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
+               nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys) {
+  if (ids.size() != keys.size()) throw nb::value_error("a policy returns one key a block");
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!(keys.data()[i] == keys.data()[i])) throw nb::value_error("a policy's keys must not be NaN");
+  }
+  const Lock lock(self.mutex());
+  for (size_t i = 0; i < ids.size(); ++i) self.blocks().set_key(group, ids.data()[i], keys.data()[i]);
+}
+
+nb::list to_tuples(const std::vector<Move>& moves) {
+  nb::list out;
+  for (const Move& m : moves) out.append(nb::make_tuple(m.group, m.src, m.dst));
   return out;
 }
 
@@ -251,42 +299,44 @@ void bind_errors() {
   });
 }
 
-void bind_core(nb::module_& m) {
-  nb::class_<Core>(m, "Ledger", "The ledger core")
-      .def(
-          "__init__",
-          [](Core* self, const std::vector<std::vector<int64_t>>& groups, const std::vector<int64_t>& limits,
-             uint64_t finder_mask, bool portable_sha) {
-            std::vector<GroupSpec> specs;
-            for (const auto& g : groups) {
-              specs.push_back({static_cast<Life>(g.at(0)), static_cast<int32_t>(g.at(1)), static_cast<int32_t>(g.at(2)),
-                               static_cast<int32_t>(g.at(3)), g.at(4), g.at(5), g.at(6)});
-            }
-            new (self) Core(specs, {limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4)},
-                            {finder_mask, portable_sha});
-          },
-          nb::arg("groups"), nb::arg("limits"), nb::arg("finder_mask") = ~uint64_t{0}, nb::arg("portable_sha") = false)
-      .def("open", &open_sequence, nb::arg("tokens"), nb::arg("salt"), nb::arg("lora"), nb::arg("media"),
-           nb::arg("retention"), nb::arg("max_cached"))
-      .def("extend", &extend_sequences, nb::arg("sequences"), nb::arg("token_ids").none())
-      .def(
-          "append",
-          [](Core& self, int64_t id, nb::handle tokens) {
-            const Tokens ids(tokens);
-            const Lock lock(self.mutex());
-            self.append(id, ids.values());
-          },
-          nb::arg("sequence"), nb::arg("token_ids"))
-      .def(
-          "begin_step",
-          [](Core& self, const nb::list& items, StepArrays& arrays, bool commit) {
-            const std::vector<Item> parsed = parse_items(items);
-            const Lock lock(self.mutex());
-            int64_t num_samples = 0;
-            const Step& step = self.begin(parsed, arrays, commit, &num_samples);
-            return decision(step, num_samples);
-          },
-          nb::arg("items"), nb::arg("arrays"), nb::arg("commit"))
+// A method that takes the ledger's lock and passes its arguments on.
+template <class R, class... A>
+auto locked(R (Core::*method)(A...)) {
+  return [method](Core& self, A... arguments) -> R {
+    const Lock lock(self.mutex());
+    return (self.*method)(arguments...);
+  };
+}
+
+// The same for what may release blocks: they are stamped with the caller's clock.
+template <class... A>
+auto timed(void (Core::*method)(A...)) {
+  return [method](Core& self, A... arguments, double now) {
+    const Lock lock(self.mutex());
+    self.blocks().now = now;
+    (self.*method)(arguments...);
+  };
+}
+
+Core* make_core(const std::vector<std::vector<int64_t>>& groups, const std::vector<int64_t>& limits,
+                uint64_t finder_mask, bool portable_sha, bool keyed, bool offer, int64_t num_events) {
+  std::vector<GroupSpec> specs;
+  for (const auto& g : groups) {
+    specs.push_back({static_cast<Life>(g.at(0)), static_cast<int32_t>(g.at(1)), static_cast<int32_t>(g.at(2)),
+                     static_cast<int32_t>(g.at(3)), g.at(4), g.at(5), g.at(6)});
+  }
+  Options options;
+  options.finder_mask = finder_mask;
+  options.portable_sha = portable_sha;
+  options.keyed = keyed;
+  options.offer = offer;
+  options.num_events = num_events;
+  return new Core(specs, {limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4)}, options);
+}
+
+void bind_steps(nb::class_<Core>& c) {
+  c.def("begin_step", &begin_step, nb::arg("items"), nb::arg("arrays"), nb::arg("commit"), nb::arg("drafts"),
+        nb::arg("now"))
       .def(
           "fits",
           [](Core& self, const nb::list& items) {
@@ -295,27 +345,45 @@ void bind_core(nb::module_& m) {
             return self.fits(parsed);
           },
           nb::arg("items"))
+      .def("end_step", timed(&Core::end), nb::arg("step"), nb::arg("now"))
+      .def("abort_step", timed(&Core::abort), nb::arg("step"), nb::arg("now"))
       .def(
-          "end_step",
-          [](Core& self, int64_t step) {
+          "accept",
+          [](Core& self, int64_t id, const std::vector<int32_t>& indices) {
             const Lock lock(self.mutex());
-            self.end(step);
+            return to_tuples(self.accept(id, indices));
           },
-          nb::arg("step"))
+          nb::arg("sequence"), nb::arg("indices"));
+}
+
+void bind_sequences(nb::class_<Core>& c) {
+  c.def("open", &open_sequence, nb::arg("tokens"), nb::arg("salt"), nb::arg("lora"), nb::arg("media"),
+        nb::arg("retention"), nb::arg("max_cached"))
+      .def("extend", &extend_sequences, nb::arg("sequences"), nb::arg("token_ids").none())
+      .def("resolve", &resolve_tokens, nb::arg("sequences"), nb::arg("token_ids"))
       .def(
-          "abort_step",
-          [](Core& self, int64_t step) {
+          "append",
+          [](Core& self, int64_t id, nb::handle tokens) {
+            const Tokens ids(tokens);
             const Lock lock(self.mutex());
-            self.abort(step);
+            self.append(id, ids.values());
           },
-          nb::arg("step"))
+          nb::arg("sequence"), nb::arg("token_ids"))
+      .def("rewind", timed(&Core::rewind), nb::arg("sequence"), nb::arg("num_tokens"), nb::arg("now"))
+      .def("fork", locked(&Core::fork), nb::arg("sequence"))
+      .def("release", timed(&Core::release), nb::arg("sequence"), nb::arg("keep"), nb::arg("now"))
+      .def("pause", timed(&Core::pause), nb::arg("sequence"), nb::arg("now"))
+      .def("resume", locked(&Core::resume), nb::arg("sequence"))
+      .def("expect", locked(&Core::expect), nb::arg("sequence"), nb::arg("num_blocks"))
       .def(
-          "release",
-          [](Core& self, int64_t id, bool keep) {
+          "keys",
+          [](Core& self, int64_t id) {
             const Lock lock(self.mutex());
-            self.release(id, keep);
+            nb::list out;
+            for (const Key& key : self.keys(id)) out.append(to_bytes(key));
+            return out;
           },
-          nb::arg("sequence"), nb::arg("keep"))
+          nb::arg("sequence"))
       .def(
           "tokens",
           [](Core& self, int64_t id) {
@@ -332,22 +400,77 @@ void bind_core(nb::module_& m) {
             return to_array(table.data(), table.size());
           },
           nb::arg("sequence"), nb::arg("group"))
-      .def("sequence", &sequence_info, nb::arg("sequence"))
+      .def(
+          "state",
+          [](Core& self, int64_t id, int32_t group) {
+            const Lock lock(self.mutex());
+            return self.sequence(id).held.at(static_cast<size_t>(group)).state;
+          },
+          nb::arg("sequence"), nb::arg("group"))
+      .def("sequence", &sequence_info, nb::arg("sequence"));
+}
+
+void bind_tree(nb::class_<Core>& c) {
+  c.def(
+       "peek",
+       [](Core& self, nb::handle tokens, nb::bytes salt, nb::bytes lora, const nb::list& media) {
+         const Tokens ids(tokens);
+         const OpenRequest request = parse_request(ids, salt, lora, media);
+         const Lock lock(self.mutex());
+         const Peek found = self.peek(request);
+         return nb::make_tuple(found.num_tokens, found.num_whole);
+       },
+       nb::arg("tokens"), nb::arg("salt"), nb::arg("lora"), nb::arg("media"))
+      .def(
+          "pin",
+          [](Core& self, nb::handle tokens, nb::bytes salt, nb::bytes lora, const nb::list& media) {
+            const Tokens ids(tokens);
+            const OpenRequest request = parse_request(ids, salt, lora, media);
+            const Lock lock(self.mutex());
+            int64_t num_tokens = 0;
+            const int64_t pin = self.pin(request, &num_tokens);
+            return nb::make_tuple(pin, num_tokens);
+          },
+          nb::arg("tokens"), nb::arg("salt"), nb::arg("lora"), nb::arg("media"))
+      .def("unpin", timed(&Core::unpin), nb::arg("pin"), nb::arg("now"))
+      .def(
+          "clear",
+          [](Core& self, nb::object salt) {
+            const std::string given = salt.is_none() ? std::string() : text(salt);
+            const Lock lock(self.mutex());
+            self.clear(salt.is_none() ? nullptr : &given);
+          },
+          nb::arg("salt").none())
+      .def("reset", locked(&Core::reset))
+      .def(
+          "resize",
+          [](Core& self, int32_t group, int32_t num_blocks) {
+            const Lock lock(self.mutex());
+            std::vector<Move> moves;
+            int32_t stopped_by = -1;
+            const int32_t reached = self.resize(group, num_blocks, &moves, &stopped_by);
+            return nb::make_tuple(reached, to_tuples(moves), stopped_by, evicted(self));
+          },
+          nb::arg("group"), nb::arg("num_blocks"))
+      .def("events", &drain_events)
+      .def("unkeyed", &unkeyed)
+      .def("push_keys", &push_keys, nb::arg("group"), nb::arg("blocks"), nb::arg("keys"))
       .def("stats", &statistics)
-      .def("check", [](Core& self) {
-        const Lock lock(self.mutex());
-        return self.check();
-      });
+      .def("check", locked(&Core::check));
 }
 
 }  // namespace
 
-namespace kvpool {
-
 void bind_ledger(nb::module_& m) {
   bind_errors();
   bind_arrays(m);
-  bind_core(m);
+  nb::class_<Core> core(m, "Ledger", "The ledger core");
+  core.def(nb::new_(&make_core), nb::arg("groups"), nb::arg("limits"), nb::arg("finder_mask") = ~uint64_t{0},
+           nb::arg("portable_sha") = false, nb::arg("keyed") = false, nb::arg("offer") = false,
+           nb::arg("num_events") = 0);
+  bind_sequences(core);
+  bind_steps(core);
+  bind_tree(core);
   m.def(
       "sha256",
       [](nb::bytes data, bool portable) {

@@ -21,7 +21,7 @@ void StepArrays::fill_row(size_t g, int32_t r, const Sequence& s) {
 }
 
 void StepArrays::fill_slots(size_t g, const Entry& entry, int64_t first) {
-  const int64_t n = groups[g].tokens_per_block, end = entry.start + entry.num_tokens;
+  const int64_t n = groups[g].tokens_per_block, end = entry.last();
   const Held& held = entry.seq->held[g];
   int64_t* out = groups[g].slots + first;
   for (int64_t p = entry.start; p < end;) {
@@ -33,10 +33,24 @@ void StepArrays::fill_slots(size_t g, const Entry& entry, int64_t first) {
   }
 }
 
+// Draft rows: positions by depth, and the row each one follows.
+void StepArrays::fill_drafts(const Entry& entry, int64_t first) {
+  const Drafts& drafts = entry.seq->drafts;
+  const int64_t base = first + entry.num_tokens;
+  for (int64_t i = first; i < base; ++i) draft_parents[i] = -1;
+  for (int32_t i = 0; i < entry.num_drafts; ++i) {
+    const int64_t parent = base + drafts.parents[i];
+    token_ids[base + i] = drafts.tokens[i];
+    positions[base + i] = positions[parent] + 1;
+    draft_parents[base + i] = static_cast<int32_t>(parent);
+  }
+}
+
 void StepArrays::fill(const Step& step, int64_t* num_samples) {
   if (rows_.empty()) rows_.resize(groups.size() * max_sequences);
   const int64_t rows = static_cast<int64_t>(step.entries.size());
   int64_t first = 0, samples = 0;
+  for (const Entry& entry : step.entries) drafts_seen_ = drafts_seen_ || entry.num_drafts;
   cu_seqlens[0] = 0;
   for (int64_t r = 0; r < rows; ++r) {
     const Entry& entry = step.entries[r];
@@ -45,21 +59,28 @@ void StepArrays::fill(const Step& step, int64_t* num_samples) {
       token_ids[first + i] = s.tokens[entry.start + i];
       positions[first + i] = static_cast<int32_t>(entry.start + i);
     }
+    if (entry.num_drafts || drafts_seen_) fill_drafts(entry, first);
     for (size_t g = 0; g < groups.size(); ++g) {
-      groups[g].seq_lens[r] = static_cast<int32_t>(entry.start + entry.num_tokens);
+      groups[g].seq_lens[r] = static_cast<int32_t>(entry.last());
       if (groups[g].read_slots) {
-        groups[g].read_slots[r] = s.held[g].state;
+        groups[g].read_slots[r] = step.reads[r * groups.size() + g];
         groups[g].write_slots[r] = step.states[r * groups.size() + g];
+        for (int64_t i = 0; i < groups[g].table_width; ++i) {
+          const std::vector<int32_t>& states = s.held[g].draft_states;
+          groups[g].draft_slots[r * groups[g].table_width + i] =
+              i < static_cast<int64_t>(states.size()) ? states[i] : -1;
+        }
         continue;
       }
       fill_row(g, static_cast<int32_t>(r), s);
       fill_slots(g, entry, first);
     }
-    first += entry.num_tokens;
-    num_tokens[r] = entry.num_tokens;
+    const int64_t last_known = first + entry.num_tokens - 1;
+    num_tokens[r] = entry.num_tokens + entry.num_drafts;
+    first += num_tokens[r];
     cu_seqlens[r + 1] = static_cast<int32_t>(first);
-    if (entry.start + entry.num_tokens == s.size()) {
-      last_rows[samples] = static_cast<int32_t>(first - 1);
+    if (entry.end() == s.size()) {
+      last_rows[samples] = static_cast<int32_t>(last_known);
       sample_seqs[samples++] = static_cast<int32_t>(r);
     }
   }
@@ -80,6 +101,7 @@ void StepArrays::fill(const Step& step, int64_t* num_samples) {
   for (int64_t t = first; t < last_tokens_used; ++t) {
     token_ids[t] = 0;
     positions[t] = 0;
+    draft_parents[t] = -1;
     for (auto& group : groups) {
       if (group.slots) group.slots[t] = -1;
     }

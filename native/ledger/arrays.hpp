@@ -40,8 +40,10 @@ struct StepArrays {
     int32_t front = 0, size = 0;
   };
   void fill_row(size_t g, int32_t r, const Sequence& s);
+  void fill_drafts(const Entry& entry, int64_t first);
   void fill_slots(size_t g, const Entry& entry, int64_t first);
 
+  bool drafts_seen_ = false;                   // from then on draft_parents is written for every row
   std::vector<Row> rows_;                      // [groups, S]
   int64_t used_rows_ = -1, used_tokens_ = -1;  // written by the last fill; -1: everything
 };

@@ -47,8 +47,7 @@ BlockGroup::BlockGroup(const GroupSpec& s) : spec(s), blocks_(s.num_reserved + k
 int32_t BlockGroup::take_free() {
   const int32_t b = free_.lowest();
   if (b >= 0) {
-    free_.erase(b);
-    --num_free;
+    erase_free(b);
   }
   return b;
 }
@@ -57,6 +56,19 @@ void BlockGroup::put_free(int32_t b) {
   blocks_[b] = Block{};
   free_.insert(b);
   ++num_free;
+}
+
+void BlockGroup::erase_free(int32_t b) {
+  free_.erase(b);
+  --num_free;
+}
+
+void BlockGroup::relocate(int32_t from, int32_t to) {
+  blocks_[to] = blocks_[from];
+  if (!blocks_[to].queued) return;
+  blocks_[blocks_[to].prev].next = to;
+  blocks_[blocks_[to].next].prev = to;
+  blocks_[from].queued = 0;
 }
 
 void BlockGroup::insert_after(int32_t b, int32_t prev, uint8_t level) {
@@ -94,8 +106,7 @@ int32_t BlockGroup::front() const {
 void BlockGroup::resize(int32_t num_blocks) {
   for (int32_t b = spec.num_blocks; b < num_blocks; ++b) put_free(b);
   for (int32_t b = num_blocks; b < spec.num_blocks; ++b) {
-    free_.erase(b);
-    --num_free;
+    erase_free(b);
   }
   spec.num_blocks = num_blocks;
 }

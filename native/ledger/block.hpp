@@ -35,7 +35,7 @@ struct Block {
   uint8_t level;       // effective priority: the list it stands in
   uint8_t own;         // priority it was given
   uint8_t queued;      // 1 while cached
-  uint8_t pinned;
+  uint8_t timer;       // class of its duration; 0 = for ever
 };
 static_assert(sizeof(Block) == 32);
 
@@ -67,7 +67,10 @@ class BlockGroup {
   size_t bytes() const { return blocks_.bytes(); }
 
   int32_t take_free();  // lowest id, ref 0; -1 when none
+  int32_t lowest_free() const { return free_.lowest(); }
   void put_free(int32_t b);
+  void erase_free(int32_t b);               // a free block is no longer: it is taken
+  void relocate(int32_t from, int32_t to);  // `to` stands where `from` stood, with all it says
   void push_back(int32_t b, uint8_t level) { insert_after(b, blocks_[head(level)].prev, level); }
   void push_front(int32_t b, uint8_t level) { insert_after(b, head(level), level); }
   void insert_after(int32_t b, int32_t prev, uint8_t level);  // prev: a block of that list, or its head

@@ -22,8 +22,12 @@ std::vector<std::string> Core::check() {
   std::vector<std::vector<int32_t>> refs;
   for (const BlockGroup& g : groups_) refs.emplace_back(g.spec.num_blocks, 0);
   std::unordered_map<int32_t, int32_t> ends;
-  for (const auto& [id, owned] : sequences_) {
-    const Sequence& s = *owned;
+  std::vector<const Sequence*> holders;
+  for (const auto& [id, owned] : sequences_) holders.push_back(owned.get());
+  for (const auto& [id, owned] : pins_) holders.push_back(owned.get());
+  for (const Sequence* holder : holders) {
+    const Sequence& s = *holder;
+    const int64_t id = s.id;
     if (end_node(s) > 0) ++ends[end_node(s)];
     report.expect(s.computed <= s.scheduled && s.scheduled <= s.size(), "sequence " + std::to_string(id) + " lengths");
     for (int g = 0; g < num_groups(); ++g) {
@@ -35,6 +39,7 @@ std::vector<std::string> Core::check() {
         if (i < s.nodes.size()) report.expect(n == s.nodes[i], name(g, b) + " is not the block of its sequence's node");
       }
       if (s.held[g].state >= 0) ++refs[g][s.held[g].state];
+      for (const int32_t b : s.held[g].draft_states) ++refs[g][b];
     }
     for (size_t i = 0; i < s.nodes.size(); ++i) {
       const Node& node = tree_[s.nodes[i]];
@@ -46,8 +51,8 @@ std::vector<std::string> Core::check() {
   }
   for (const auto& step : steps_) {
     for (const Copy& c : step->copies) ++refs[c.group][c.src];
-    for (size_t i = 0; i < step->states.size(); ++i) {
-      if (step->states[i] >= 0) ++refs[i % groups_.size()][step->states[i]];
+    for (size_t i = 0; i < step->reads.size(); ++i) {
+      if (step->reads[i] >= 0) ++refs[i % groups_.size()][step->reads[i]];
     }
   }
   for (int g = 0; g < num_groups(); ++g) {
@@ -65,9 +70,21 @@ std::vector<std::string> Core::check() {
     }
     report.expect(free == group.num_free && cached == group.num_cached, "counts of group " + std::to_string(g));
     check_lists(g, report.lines);
+    check_heap(g, report.lines);
   }
   check_tree(ends, report.lines);
   return report.lines;
+}
+
+// A keyed policy sees exactly the cached leaves.
+void Core::check_heap(int g, std::vector<std::string>& lines) const {
+  const KeyHeap* heap = blocks_.heap(g);
+  if (!heap) return;
+  for (int32_t b = 0; b < groups_[g].spec.num_blocks; ++b) {
+    const bool leaf = groups_[g][b].queued && tree_.is_leaf(groups_[g][b].node);
+    if (heap->contains(b) != leaf)
+      lines.push_back(name(g, b) + (leaf ? " is missing in" : " does not belong into") + " the heap");
+  }
 }
 
 // In a full group children stand before their parents, in lists at most as high.
@@ -121,7 +138,7 @@ void Core::check_tree(const std::unordered_map<int32_t, int32_t>& ends, std::vec
       const int32_t b = tree_.block(n, g);
       any = any || b >= 0;
       if (b >= 0 && groups_[g][b].node != n) lines.push_back(who + " names a block that does not name it");
-      if (b < 0 && groups_[g].spec.life == Life::full) lines.push_back(who + " has no block of a full group");
+      if (b < 0 && blocks_.is(g, Life::full)) lines.push_back(who + " has no block of a full group");
     }
     if (!any) lines.push_back(who + " holds nothing and leads nowhere");
     for (int32_t c = node.first_child; c; c = tree_[c].next) {

@@ -1,3 +1,4 @@
+// Opening and growing sequences.
 #include "ledger/core.hpp"
 
 #include <algorithm>
@@ -13,14 +14,20 @@ int32_t block_tokens(const std::vector<GroupSpec>& groups) {
 }
 
 // Every node has a block of the full group, if there is one, or is being filled by an open step.
-int32_t node_capacity(const std::vector<GroupSpec>& groups, const Limits& limits, int32_t n) {
+int32_t node_capacity(const std::vector<GroupSpec>& groups, const Limits& limits) {
   int64_t full = 0, all = 0;
   for (const GroupSpec& g : groups) {
     if (g.life == Life::full) full = std::max<int64_t>(full, g.num_reserved);
     all += g.num_reserved;
   }
-  const int64_t open = 2 * (limits.max_step_tokens / n + limits.max_sequences);
+  const int64_t open = 2 * (limits.max_step_tokens / block_tokens(groups) + limits.max_sequences);
   return static_cast<int32_t>(std::min<int64_t>((full ? full : 2 * all) + open, INT32_MAX - 1));
+}
+
+std::string name(const Sequence& s) { return "sequence " + std::to_string(s.id); }
+
+void append_number(std::string& out, int64_t v) {
+  for (int i = 0; i < 8; ++i) out.push_back(static_cast<char>(static_cast<uint64_t>(v) >> (8 * i)));
 }
 
 }  // namespace
@@ -28,11 +35,13 @@ int32_t node_capacity(const std::vector<GroupSpec>& groups, const Limits& limits
 Core::Core(const std::vector<GroupSpec>& groups, const Limits& limits, const Options& options)
     : limits_(limits),
       n_(block_tokens(groups)),
-      tree_(node_capacity(groups, limits, n_), n_, static_cast<int>(groups.size()), options.finder_mask,
-            options.portable_sha) {
+      blocks_(groups, node_capacity(groups, limits), n_, options),
+      groups_(blocks_.groups),
+      tree_(blocks_.tree) {
+  limits_.checkpoint_interval = ceil_div(limits.checkpoint_interval, n_) * n_;
   for (const GroupSpec& g : groups) {
-    groups_.emplace_back(g);
     has_state_ = has_state_ || g.life == Life::state;
+    has_full_ = has_full_ || g.life == Life::full;
   }
 }
 
@@ -42,47 +51,85 @@ Sequence& Core::sequence(int64_t id) {
   return *it->second;
 }
 
-int64_t Core::open(const OpenRequest& r) {
-  check_size(r.num_tokens, -1);
+int64_t Core::open(const OpenRequest& request) {
+  check_size(request.num_tokens, -1);
+  std::unique_ptr<Sequence> s = make_sequence(request);
+  const int64_t id = s->id = next_id_++;
+  sequences_.emplace(id, std::move(s));
+  return id;
+}
+
+std::unique_ptr<Sequence> Core::make_sequence(const OpenRequest& r) {
   if (spare_.empty()) spare_.push_back(std::make_unique<Sequence>());
   std::unique_ptr<Sequence> owned = std::move(spare_.back());
   spare_.pop_back();
   Sequence& s = *owned;
-  reset_sequence(s);
-  s.id = next_id_++;
+  clear_sequence(s);
   s.space = tree_.open_space(r.salt, r.lora);
   s.prompt_len = s.num_known = r.num_tokens;
   s.max_cached = r.max_cached;
-  const size_t room =
-      static_cast<size_t>(std::min<int64_t>(limits_.max_seq_len, r.num_tokens + r.num_tokens / 2 + 1024));
-  if (s.tokens.capacity() < room) s.tokens.reserve(room);
-  s.tokens.assign(r.tokens, r.tokens + r.num_tokens);
-  s.retention = r.retention;
-  s.media = r.media;
-  const size_t blocks = room / static_cast<size_t>(n_) + 1;
+  // Room for what may come, so that a decode step does not move arrays.
+  const int64_t room = std::min(limits_.max_seq_len, r.num_tokens + r.num_tokens / 2 + 1024);
+  const size_t blocks = static_cast<size_t>(room / n_ + 1);
+  s.tokens.reserve(static_cast<size_t>(room));
   s.nodes.reserve(blocks);
   s.finders.reserve(blocks);
   for (Held& held : s.held) held.table.reserve(blocks);
-  sequences_.emplace(s.id, std::move(owned));
-  return s.id;
+  s.tokens.assign(r.tokens, r.tokens + r.num_tokens);
+  for (const Retention& range : r.retention) {
+    s.retention.push_back({range, {range.priority, blocks_.timer_of(range.duration)}});
+  }
+  if (!r.media.empty()) intern_media(s, r.media);
+  return owned;
 }
 
-void Core::reset_sequence(Sequence& s) {
-  s.admitted = s.paused = s.closing = false;
+// A block's extras name every item it overlaps and where the item begins.
+void Core::intern_media(Sequence& s, const std::vector<Media>& media) {
+  int64_t last = 0;
+  for (const Media& m : media) last = std::max(last, m.end);
+  const int64_t num_blocks = std::min(ceil_div(last, n_), ceil_div(s.size(), n_));
+  for (int64_t i = 0; i < num_blocks; ++i) {
+    std::string bytes;
+    for (const Media& m : media) {
+      if (m.start >= (i + 1) * n_ || m.end <= i * n_) continue;
+      bytes.push_back('M');
+      append_number(bytes, i * n_ - m.start);
+      append_number(bytes, m.end - m.start);
+      append_number(bytes, static_cast<int64_t>(m.key.size()));
+      bytes += m.key;
+    }
+    s.extras.push_back(tree_.intern(bytes));
+  }
+}
+
+void Core::clear_sequence(Sequence& s) {
+  s.admitted = s.paused = s.resumed = s.closing = false;
   s.keep = true;
-  s.open_steps = 0;
-  s.scheduled = s.computed = s.hit_tokens = s.partial_tokens = s.missed_tokens = 0;
+  s.open_steps = s.expected = 0;
+  s.scheduled = s.computed = s.hit_tokens = s.partial_tokens = s.missed_tokens = s.resumed_tokens = 0;
   s.generation = 0;
   s.last_plan = 0;
+  s.tokens.clear();
   s.nodes.clear();
   s.finders.clear();
   s.extras.clear();
+  s.retention.clear();
+  s.drafts = {};
+  s.has_drafts = false;
   s.held.resize(groups_.size());
   for (Held& held : s.held) {
     held.table.clear();
+    held.draft_states.clear();
     held.front = 0;
-    held.state = -1;
+    held.state = held.computed_state = -1;
   }
+}
+
+// It holds no block any more.
+void Core::drop_sequence(std::unique_ptr<Sequence> s) {
+  for (const int32_t e : s->extras) tree_.drop(e);
+  tree_.close_space(s->space);
+  if (spare_.size() < 256) spare_.push_back(std::move(s));
 }
 
 // A sequence that can never be computed is refused at once.
@@ -106,31 +153,68 @@ void Core::check_size(int64_t num_tokens, int64_t id) const {
   }
 }
 
+void Core::check_extendable(const Sequence& s) const {
+  if (s.closing) throw std::invalid_argument(name(s) + " is released");
+  if (s.num_known < s.size()) throw std::invalid_argument(name(s) + " has unknown tokens; resolve them first");
+}
+
 void Core::extend(const int64_t* ids, const int32_t* tokens, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const Sequence& s = sequence(ids[i]);
-    if (s.closing) throw std::invalid_argument("sequence " + std::to_string(ids[i]) + " is released");
+    if (tokens || s.closing) check_extendable(s);
     if (s.size() >= limits_.max_seq_len) check_size(s.size() + 1, s.id);
-    if (tokens && s.num_known < s.size()) {
-      throw std::invalid_argument("sequence " + std::to_string(ids[i]) + " has unknown tokens; resolve them first");
-    }
   }
   for (size_t i = 0; i < n; ++i) {
     Sequence& s = sequence(ids[i]);
     s.tokens.push_back(tokens ? tokens[i] : -1);
-    if (tokens) ++s.num_known;
+    s.num_known += tokens != nullptr;
+  }
+}
+
+void Core::resolve(const int64_t* ids, const int32_t* tokens, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const Sequence& s = sequence(ids[i]);
+    if (s.num_known == s.size()) throw std::invalid_argument(name(s) + " has no unknown token to resolve");
+  }
+  for (size_t i = 0; i < n; ++i) {
+    Sequence& s = sequence(ids[i]);
+    s.tokens[s.num_known++] = tokens[i];
+    if (s.admitted) commit_ready(s);
   }
 }
 
 void Core::append(int64_t id, const std::vector<int32_t>& tokens) {
   Sequence& s = sequence(id);
-  if (s.closing) throw std::invalid_argument("sequence " + std::to_string(id) + " is released");
-  if (s.num_known < s.size()) {
-    throw std::invalid_argument("sequence " + std::to_string(id) + " has unknown tokens; resolve them first");
-  }
+  check_extendable(s);
   check_size(s.size() + static_cast<int64_t>(tokens.size()), id);
   s.tokens.insert(s.tokens.end(), tokens.begin(), tokens.end());
   s.num_known = s.size();
+}
+
+std::vector<Key> Core::keys(int64_t id) {
+  const Sequence& s = sequence(id);
+  std::vector<Key> out;
+  Key parent = tree_.space(s.space).key;
+  for (int64_t i = 0; i < s.num_known / n_; ++i) {
+    parent = tree_.make_key(parent, &s.tokens[i * n_], n_, s.extras_of(static_cast<int32_t>(i)));
+    out.push_back(parent);
+  }
+  return out;
+}
+
+void Core::expect(int64_t id, int32_t num_blocks) {
+  Sequence& s = sequence(id);
+  if (s.admitted)
+    throw std::invalid_argument(name(s) + " is admitted already; tell what a tier has before its first step");
+  if (num_blocks && has_state_)
+    throw Unsupported("blocks of a model with recurrent states cannot come without their state");
+  s.expected = num_blocks;
+}
+
+// The sequence's last node in the tree stays while the sequence lives, whatever happens to its blocks.
+void Core::move_end(int32_t from, int32_t to) {
+  blocks_.hold_node(to);
+  blocks_.drop_node(from);
 }
 
 }  // namespace kvpool::ledger

@@ -1,16 +1,17 @@
-// The logical ledger: whole-request and whole-step operations over groups, tree and sequences. Integers only.
+// The logical ledger: whole-request and whole-step operations on sequences. Integers only.
 //
 // Invariants (check() verifies them):
 //  - of every group, used + cached + free == committed; a block is free, cached (ref 0, in the tree, in one list) or
 //  used;
 //  - a block's node names the block back; a block in the tree is never written;
 //  - in a full group a cached block's children stand before it: the front of the lowest list is a leaf;
-//  - ref counts equal the holders: sequences' tables, states, copy sources of open steps, pins.
-// Every public call takes the mutex; none calls back into the caller while holding it.
+//  - ref counts equal the holders: sequences' tables and states, copy sources of open steps, pins.
+// A caller holds mutex() around every call; nothing here calls back.
 #pragma once
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -18,19 +19,13 @@
 #include <vector>
 
 #include "ledger/arrays.hpp"
-#include "ledger/block.hpp"
+#include "ledger/blocks.hpp"
 #include "ledger/sequence.hpp"
-#include "ledger/tree.hpp"
 
 namespace kvpool::ledger {
 
 struct Limits {
   int64_t max_sequences = 0, max_step_tokens = 0, max_seq_len = 0, num_draft = 0, checkpoint_interval = 0;
-};
-
-struct Options {
-  uint64_t finder_mask = ~uint64_t{0};
-  bool portable_sha = false;
 };
 
 // Raised to Python as OutOfBlocks.
@@ -59,46 +54,82 @@ struct OpenRequest {
   int64_t max_cached = INT64_MAX;
 };
 
+struct Move {  // a slot, or a block, that goes elsewhere
+  int32_t group;
+  int64_t src, dst;
+};
+
 struct Totals {
-  int64_t hit_tokens = 0, partial_tokens = 0, missed_tokens = 0, admitted = 0;
-  int64_t allocated = 0, evicted = 0, copied = 0, taken = 0, adopted = 0, stored = 0;
+  int64_t hit_tokens = 0, partial_tokens = 0, missed_tokens = 0, resumed_tokens = 0, onboarded_tokens = 0, admitted = 0;
+  int64_t copied = 0, taken = 0, adopted = 0;
+};
+
+struct Peek {
+  int64_t num_tokens = 0;  // that would be found
+  int64_t num_whole = 0;   // of them in whole blocks
 };
 
 class Core {
  public:
   Core(const std::vector<GroupSpec>& groups, const Limits& limits, const Options& options);
 
-  // --- sequences
+  // --- sequences (core.cpp, lifecycle.cpp)
   int64_t open(const OpenRequest& request);
   void extend(const int64_t* ids, const int32_t* tokens, size_t n);  // tokens null: one unknown token each
+  void resolve(const int64_t* ids, const int32_t* tokens, size_t n);
   void append(int64_t id, const std::vector<int32_t>& tokens);
+  void rewind(int64_t id, int64_t num_tokens);
+  int64_t fork(int64_t id);
   void release(int64_t id, bool keep);
+  void pause(int64_t id);
+  void resume(int64_t id);
+  Peek peek(const OpenRequest& request);
+  int64_t pin(const OpenRequest& request, int64_t* num_tokens);
+  void unpin(int64_t pin);
+  void clear(const std::string* salt);  // null: all
+  void reset();
 
-  // --- steps
+  // --- steps (step.cpp, finish.cpp, drafts.cpp)
   const Step& begin(const std::vector<Item>& items, StepArrays& arrays, bool commit, int64_t* num_samples);
   size_t fits(const std::vector<Item>& items);  // leading items that would fit; changes nothing
   void end(int64_t step);
   void abort(int64_t step);
+  void set_drafts(int64_t id, Drafts drafts);  // for the next step that reaches the sequence's end
+  void forget_drafts(int64_t id);              // unless a step took them
+  std::vector<Move> accept(int64_t id, const std::vector<int32_t>& indices);
+
+  // --- memory (resize.cpp)
+  // Returns the blocks reached; `moves` must be carried out before the next step; `stopped_by` names a pinned block.
+  int32_t resize(int g, int32_t num_blocks, std::vector<Move>* moves, int32_t* stopped_by);
+
+  // --- tiers
+  std::vector<Key> keys(int64_t id);            // identities of its full blocks with known tokens
+  void expect(int64_t id, int32_t num_blocks);  // leading blocks a tier below can fill
 
   // --- looking
   Sequence& sequence(int64_t id);
-  std::vector<std::string> check();
-  const BlockGroup& group(int g) const { return groups_[g]; }
-  int num_groups() const { return static_cast<int>(groups_.size()); }
-  const Tree& tree() const { return tree_; }
+  bool is_open(int64_t id) const { return sequences_.count(id) > 0; }
+  std::vector<std::string> check();  // check.cpp
+  Blocks& blocks() { return blocks_; }
+  int num_groups() const { return blocks_.num_groups(); }
   const Totals& totals() const { return totals_; }
   size_t num_sequences() const { return sequences_.size(); }
+  int32_t tokens_per_block() const { return n_; }
   std::mutex& mutex() { return mutex_; }
 
  private:
-  struct Claim {
-    int32_t group, block, prev;  // prev < 0: it had other holders
-    uint8_t level;
-  };
   struct Match {
     int32_t num_blocks = 0;
     Candidate partial;
   };
+
+  // core.cpp
+  void check_size(int64_t num_tokens, int64_t id) const;
+  void check_extendable(const Sequence& s) const;
+  std::unique_ptr<Sequence> make_sequence(const OpenRequest& request);
+  void clear_sequence(Sequence& s);
+  void drop_sequence(std::unique_ptr<Sequence> s);
+  void intern_media(Sequence& s, const std::vector<Media>& media);
 
   // match.cpp
   void ensure_finders(Sequence& s, int64_t num_blocks);
@@ -106,12 +137,14 @@ class Core {
   int32_t longest_valid(int g, int32_t n) const;
   bool usable_partial(int32_t n, int32_t common) const;
   void admit(Entry& entry);
+  void hold_match(Sequence& s, const Match& m);
   int32_t first_needed(int g, int64_t position) const;  // first block a token at `position` still reads
   int32_t sink_blocks(int g) const;
 
   // step.cpp
   size_t plan(Step& step, const std::vector<Item>& items, int64_t max_rows, bool commit, bool count_room);
-  void plan_entry(Step& step, Entry& entry, int64_t max_tokens, int64_t room);
+  void plan_entry(Step& step, Entry& entry, int64_t most, int64_t room);
+  int64_t until_checkpoint(const Sequence& s, int64_t most) const;
   void plan_write(Step& step, Entry& entry);
   void add_pending(Entry& entry);
   void drop_pending(Entry& entry);
@@ -120,53 +153,56 @@ class Core {
   bool fits_now() const;
   void undo_plan(Step& step);
   bool is_shared(const Sequence& s, int32_t n) const;
-  void take_over(int32_t n);
   [[noreturn]] void out_of_blocks(Step& step, size_t first, const std::vector<Item>& items);
   void carry_out(Step& step, Entry& entry);
+  void store_pending(Step& step, Entry& entry);
   Step& step_of(int64_t id);
-
-  void check_size(int64_t num_tokens, int64_t id) const;
-  void reset_sequence(Sequence& s);
-  void check_lists(int g, std::vector<std::string>& lines) const;
-  void check_tree(const std::unordered_map<int32_t, int32_t>& ends, std::vector<std::string>& lines) const;
 
   // finish.cpp
   void end_entry(Step& step, Entry& entry);
-  void swap_state(Sequence& s, int g, int32_t written);
+  void count_admission(const Entry& entry);
+  void apply_retention(Sequence& s, int32_t num_blocks);
+  void store_state(Sequence& s, int g);
   void give_back_behind(Sequence& s, int g);
   bool serves_checkpoint(const Sequence& s, int g, int32_t index) const;
+  bool is_checkpoint(const Sequence& s, int64_t position) const;
   void retire(Step& step);
   void abort_step(Step& step);
+  void abort_entry(Step& step, Entry& entry);
   void commit_ready(Sequence& s);
   void adopt(Sequence& s, int32_t index, int32_t node);
   void close(Sequence& s);
+  void store_all(Sequence& s);
   void store_tail(Sequence& s);
   void give_back_all(Sequence& s);
-  void abort_entry(Step& step, Entry& entry);
+  void drop_draft_states(Sequence& s);
+  void drop_draft_states(Sequence& s, int g);
+  std::optional<Worth> worth_of(const Sequence& s, int64_t start, int64_t end) const;
+  Worth block_worth(const Sequence& s, int32_t index) const;
 
-  // evict.cpp
-  int32_t take(int g);  // a block with ref 1: free, or evicted
-  int32_t evict(int g);
-  void claim(int g, int32_t b, std::vector<Claim>* undo);
-  void unclaim(int g, int32_t b);
-  void remove_node(int32_t n);
-  void prune(int32_t n);
-  uint8_t level_of(int g, int32_t b) const;
-  void sink(int g, int32_t n);
-  uint8_t priority_of(const Sequence& s, int64_t start, int64_t end) const;
-  void attach(int g, int32_t b, int32_t n, uint8_t priority);
+  // lifecycle.cpp
+  void check_rewindable(const Sequence& s, int64_t position) const;
+  void rewind_group(Sequence& s, int g, int64_t position);
+  void require_idle(const Sequence& s, const char* what) const;
+
+  // check.cpp
+  void check_heap(int g, std::vector<std::string>& lines) const;
+  void check_lists(int g, std::vector<std::string>& lines) const;
+  void check_tree(const std::unordered_map<int32_t, int32_t>& ends, std::vector<std::string>& lines) const;
+
   void move_end(int32_t from, int32_t to);
-
   static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
   int32_t end_node(const Sequence& s) const { return s.nodes.empty() ? -s.space : s.nodes.back(); }
 
   std::mutex mutex_;
-  std::vector<BlockGroup> groups_;
   Limits limits_;
   int32_t n_;  // tokens per block
-  bool has_state_ = false;
-  Tree tree_;
+  bool has_state_ = false, has_full_ = false;
+  Blocks blocks_;
+  std::vector<BlockGroup>& groups_;  // blocks_.groups
+  Tree& tree_;                       // blocks_.tree
   std::unordered_map<int64_t, std::unique_ptr<Sequence>> sequences_;
+  std::unordered_map<int64_t, std::unique_ptr<Sequence>> pins_;
   std::vector<std::unique_ptr<Sequence>> spare_;
   int64_t next_id_ = 0, next_step_ = 0;
   uint64_t num_plans_ = 0;
@@ -175,7 +211,6 @@ class Core {
   std::vector<int64_t> needed_;  // [groups], while planning
   std::vector<Claim> claims_;
   std::vector<int32_t> path_;
-  uint32_t clock_ = 0;  // releases so far
   Totals totals_;
 };
 

@@ -12,62 +12,111 @@ void Core::end(int64_t id) {
                                 std::to_string(steps_.front()->id) + ", which is older");
   }
   for (Entry& entry : step.entries) end_entry(step, entry);
-  for (const Copy& c : step.copies) unclaim(c.group, c.src);
+  for (const Copy& c : step.copies) blocks_.unclaim(c.group, c.src);
   retire(step);
 }
 
 void Core::end_entry(Step& step, Entry& entry) {
   Sequence& s = *entry.seq;
-  s.computed = entry.start + entry.num_tokens;
+  const size_t self = static_cast<size_t>(&entry - step.entries.data());
+  s.computed = entry.end();
   --s.open_steps;
-  for (int32_t i = 0; i < entry.num_pending; ++i) tree_[s.nodes[entry.num_nodes + i]].pending = 0;
-  if (entry.admitted) {
-    const int64_t missed = s.prompt_len - entry.cached_tokens;
-    s.hit_tokens += entry.cached_tokens;
-    totals_.admitted += 1;
-    totals_.hit_tokens += entry.cached_tokens;
-    totals_.partial_tokens += entry.partial_tokens;
-    totals_.missed_tokens += missed;
+  for (int32_t i = 0; i < entry.num_pending; ++i) {
+    const int32_t n = s.nodes[entry.num_nodes + i];
+    tree_[n].pending = 0;
+    blocks_.announce(n);
   }
+  if (entry.admitted) count_admission(entry);
   if (step.commit) commit_ready(s);
-  const size_t self = &entry - step.entries.data();
   for (int g = 0; g < num_groups(); ++g) {
-    if (groups_[g].spec.life == Life::state) swap_state(s, g, step.states[self * groups_.size() + g]);
-    if (groups_[g].spec.life == Life::window || groups_[g].spec.life == Life::chunk) give_back_behind(s, g);
+    if (blocks_.is(g, Life::state)) {
+      s.held[g].computed_state = step.states[self * groups_.size() + g];
+      const int32_t read = step.reads[self * groups_.size() + g];
+      if (read >= 0) blocks_.unclaim(g, read);
+      if (step.commit && is_checkpoint(s, s.computed)) store_state(s, g);
+    }
+    give_back_behind(s, g);
   }
 }
 
-void Core::swap_state(Sequence& s, int g, int32_t written) {
-  Held& held = s.held[g];
-  if (held.state >= 0) unclaim(g, held.state);
-  held.state = written;
+void Core::count_admission(const Entry& entry) {
+  Sequence& s = *entry.seq;
+  if (entry.external) totals_.onboarded_tokens += entry.start - int64_t{entry.num_nodes} * n_;
+  if (!s.retention.empty()) apply_retention(s, entry.num_nodes);
+  if (s.resumed) {  // its own work found again is no hit
+    s.resumed_tokens += entry.cached_tokens;
+    totals_.resumed_tokens += entry.cached_tokens;
+    return;
+  }
+  s.hit_tokens = entry.cached_tokens;
+  s.partial_tokens = entry.partial_tokens;
+  s.missed_tokens = s.prompt_len - entry.cached_tokens;
+  totals_.admitted += 1;
+  totals_.hit_tokens += entry.cached_tokens;
+  totals_.partial_tokens += entry.partial_tokens;
+  totals_.missed_tokens += s.missed_tokens;
 }
 
-// Return what the next token no longer reads. It goes first, unless a checkpoint needs it.
-void Core::give_back_behind(Sequence& s, int g) {
-  Held& held = s.held[g];
-  const int32_t last = std::min<int32_t>(first_needed(g, s.computed), static_cast<int32_t>(held.table.size()));
-  for (; held.front < last; ++held.front) {
-    const int32_t b = held.table[held.front];
-    held.table[held.front] = -1;
-    if (b < 0) continue;
-    Block& block = groups_[g][b];
-    if (block.ref == 1 && block.node && !serves_checkpoint(s, g, held.front)) {
-      block.ref = 0;
-      block.last = clock_;
-      groups_[g].push_front(b, block.own);
-    } else {
-      unclaim(g, b);
+// --- retention -------------------------------------------------------------------------------------------------
+
+std::optional<Worth> Core::worth_of(const Sequence& s, int64_t start, int64_t end) const {
+  for (const auto& [range, worth] : s.retention) {
+    if (range.start < end && start < range.end) return worth;
+  }
+  return std::nullopt;
+}
+
+Worth Core::block_worth(const Sequence& s, int32_t index) const {
+  if (s.retention.empty()) return {};
+  return worth_of(s, int64_t{index} * n_, int64_t{index + 1} * n_).value_or(Worth{});
+}
+
+// Who finds a block says anew what it is worth, where it says anything.
+void Core::apply_retention(Sequence& s, int32_t num_blocks) {
+  for (int32_t i = 0; i < num_blocks; ++i) {
+    const std::optional<Worth> worth = worth_of(s, int64_t{i} * n_, int64_t{i + 1} * n_);
+    if (!worth) continue;
+    for (int g = 0; g < num_groups(); ++g) {
+      if (!blocks_.is(g, Life::state) && s.held[g].table[i] >= 0) blocks_.set_worth(g, s.held[g].table[i], *worth);
     }
   }
 }
 
+// --- states and windows ----------------------------------------------------------------------------------------
+
 // Checkpoints: multiples of the interval and the last block border before the prompt's last token.
+bool Core::is_checkpoint(const Sequence& s, int64_t position) const {
+  if (position == 0 || position % n_) return false;
+  return position % limits_.checkpoint_interval == 0 || position == (s.prompt_len - 1) / n_ * n_;
+}
+
+// The state at a block border goes into the tree, with the node that ends there.
+void Core::store_state(Sequence& s, int g) {
+  if (!blocks_.is(g, Life::state) || s.held[g].computed_state < 0 || s.nodes.empty()) return;
+  if (s.computed != static_cast<int64_t>(s.nodes.size()) * n_) return;
+  const int32_t n = s.nodes.back(), b = s.held[g].computed_state;
+  if (tree_.block(n, g) >= 0 || groups_[g][b].node) return;
+  blocks_.attach(g, b, n, block_worth(s, static_cast<int32_t>(s.nodes.size()) - 1));
+  blocks_.announce(n, g);
+}
+
 bool Core::serves_checkpoint(const Sequence& s, int g, int32_t index) const {
   const int64_t begin = int64_t{index} * n_, interval = limits_.checkpoint_interval;
-  const int64_t border = (s.prompt_len - 1) / n_ * n_;
   const auto reads = [&](int64_t position) { return position > begin && first_needed(g, position) <= index; };
-  return reads(border) || reads((begin / interval + 1) * interval);
+  return reads((s.prompt_len - 1) / n_ * n_) || reads((begin / interval + 1) * interval);
+}
+
+// Return what the next token no longer reads. It goes first, unless a checkpoint needs it.
+void Core::give_back_behind(Sequence& s, int g) {
+  if (blocks_.is(g, Life::full) || blocks_.is(g, Life::state)) return;
+  Held& held = s.held[g];
+  const int32_t last = std::min(first_needed(g, s.computed), static_cast<int32_t>(held.table.size()));
+  for (; held.front < last; ++held.front) {
+    const int32_t b = held.table[held.front];
+    held.table[held.front] = -1;
+    if (b < 0) continue;
+    serves_checkpoint(s, g, held.front) ? blocks_.unclaim(g, b) : blocks_.unclaim_first(g, b);
+  }
 }
 
 void Core::retire(Step& step) {
@@ -82,38 +131,44 @@ void Core::retire(Step& step) {
   }
 }
 
+// --- storing ---------------------------------------------------------------------------------------------------
+
 // Put the full blocks that are computed and known into the tree, or adopt what is there.
 void Core::commit_ready(Sequence& s) {
   const int32_t full = static_cast<int32_t>(std::min(s.computed, s.num_known) / n_);
   if (static_cast<int32_t>(s.nodes.size()) >= full) return;
   ensure_finders(s, full);
-  const int32_t before = end_node(s);
+  int32_t end = end_node(s);
   for (int32_t i = static_cast<int32_t>(s.nodes.size()); i < full; ++i) {
     const int32_t* tokens = &s.tokens[int64_t{i} * n_];
-    const int32_t parent = end_node(s), extras = s.extras_of(i);
-    int32_t n = tree_.find(s.finders[i], parent, tokens, extras);
+    const int32_t extras = s.extras_of(i);
+    int32_t n = tree_.find(s.finders[i], end, tokens, extras);
     if (n && tree_[n].pending) break;  // another open step fills it; next time
-    if (n == 0) n = tree_.insert(s.finders[i], parent, tokens, n_, extras, i);
+    if (n == 0) n = tree_.insert(s.finders[i], end, tokens, n_, extras, i);
+    if (n == 0 && !has_full_ && blocks_.make_node_room()) n = tree_.insert(s.finders[i], end, tokens, n_, extras, i);
     if (n == 0) break;
     adopt(s, i, n);
     s.nodes.push_back(n);
+    move_end(end, n);
+    end = n;
   }
-  if (before != end_node(s)) move_end(before, end_node(s));
 }
 
 // Make block `index` of a sequence and node `n` one: the tree's block where it has one, else the sequence's.
 void Core::adopt(Sequence& s, int32_t index, int32_t n) {
   for (int g = 0; g < num_groups(); ++g) {
-    if (groups_[g].spec.life == Life::state) continue;
+    if (blocks_.is(g, Life::state)) continue;
     int32_t& held = s.held[g].table[index];
     const int32_t stored = tree_.block(n, g);
     if (held < 0 || held == stored) continue;
     if (stored < 0) {
-      if (groups_[g][held].node == 0) attach(g, held, n, priority_of(s, int64_t{index} * n_, int64_t{index + 1} * n_));
+      if (groups_[g][held].node) continue;
+      blocks_.attach(g, held, n, block_worth(s, index));
+      blocks_.announce(n, g);
       continue;
     }
-    claim(g, stored, nullptr);
-    unclaim(g, held);
+    blocks_.claim(g, stored, nullptr);
+    blocks_.unclaim(g, held);
     held = stored;
     ++s.generation;
     ++totals_.adopted;
@@ -130,30 +185,35 @@ void Core::release(int64_t id, bool keep) {
 }
 
 void Core::close(Sequence& s) {
+  const int32_t space = s.space;
+  const bool retired = tree_.space(space).retired;
   if (s.admitted) {
-    if (s.keep) {
-      commit_ready(s);
-      store_tail(s);
-    }
+    if (s.keep && !retired) store_all(s);
     give_back_all(s);
+    to_waiting(s);
   }
-  to_waiting(s);
-  tree_.close_space(s.space);
-  for (const int32_t e : s.extras) tree_.drop(e);
+  if (retired) blocks_.drop_unused(space);
   const auto it = sequences_.find(s.id);
-  if (spare_.size() < 256) spare_.push_back(std::move(it->second));
+  std::unique_ptr<Sequence> owned = std::move(it->second);
   sequences_.erase(it);
+  drop_sequence(std::move(owned));
+}
+
+void Core::store_all(Sequence& s) {
+  drop_draft_states(s);
+  commit_ready(s);
+  for (int g = 0; g < num_groups(); ++g) store_state(s, g);
+  store_tail(s);
 }
 
 // The partly filled last block becomes a leaf, unless a child there already says as much.
 void Core::store_tail(Sequence& s) {
   const int32_t full = static_cast<int32_t>(s.nodes.size());
-  const int64_t known = std::min(s.computed, s.num_known);
-  const int32_t tail = static_cast<int32_t>(known - int64_t{full} * n_);
-  if (tail <= 0 || tail >= n_ || known < s.computed) return;
+  const int32_t tail = static_cast<int32_t>(s.computed - int64_t{full} * n_);
+  if (tail <= 0 || tail >= n_ || s.num_known < s.computed) return;
   for (int g = 0; g < num_groups(); ++g) {
     const Held& held = s.held[g];
-    if (groups_[g].spec.life == Life::state) continue;
+    if (blocks_.is(g, Life::state)) continue;
     if (held.table[full] < 0 || groups_[g][held.table[full]].node) return;
   }
   const int32_t* tokens = &s.tokens[int64_t{full} * n_];
@@ -161,31 +221,35 @@ void Core::store_tail(Sequence& s) {
   const Candidate same = tree_.find_partial(end_node(s), tokens, tail, extras, [&](int32_t n, int32_t common) {
     if (common < tail || tree_[n].pending) return false;
     for (int g = 0; g < num_groups(); ++g) {
-      if (tree_.block(n, g) < 0 || (groups_[g].spec.life == Life::state && tree_[n].len != tail)) return false;
+      if (tree_.block(n, g) < 0 || (blocks_.is(g, Life::state) && tree_[n].len != tail)) return false;
     }
     return true;
   });
   if (same.node) return;
   const int32_t n = tree_.insert(0, end_node(s), tokens, tail, extras, full);
   if (n == 0) return;
-  const uint8_t priority = priority_of(s, int64_t{full} * n_, s.computed);
+  const Worth worth = worth_of(s, int64_t{full} * n_, s.computed).value_or(Worth{});
   for (int g = 0; g < num_groups(); ++g) {
-    const int32_t b = groups_[g].spec.life == Life::state ? s.held[g].state : s.held[g].table[full];
-    if (b >= 0 && groups_[g][b].node == 0) attach(g, b, n, priority);
+    const int32_t b = blocks_.is(g, Life::state) ? s.held[g].state : s.held[g].table[full];
+    if (b >= 0 && groups_[g][b].node == 0) blocks_.attach(g, b, n, worth);
   }
+  blocks_.announce(n);
 }
 
 // Tail to head, so that children are queued before their parents.
 void Core::give_back_all(Sequence& s) {
-  ++clock_;
+  ++blocks_.clock;
   for (int g = 0; g < num_groups(); ++g) {
     Held& held = s.held[g];
     for (size_t i = held.table.size(); i-- > 0;) {
-      if (held.table[i] >= 0) unclaim(g, held.table[i]);
+      if (held.table[i] >= 0) blocks_.unclaim(g, held.table[i]);
     }
-    if (held.state >= 0) unclaim(g, held.state);
+    if (held.state >= 0) blocks_.unclaim(g, held.state);
+    drop_draft_states(s, g);
   }
 }
+
+// --- aborting --------------------------------------------------------------------------------------------------
 
 void Core::abort(int64_t id) {
   Step& step = step_of(id);
@@ -203,31 +267,27 @@ void Core::abort_entry(Step& step, Entry& entry) {
   const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
   --s.open_steps;
   s.scheduled = entry.start;
-  if (entry.num_pending) {
-    for (int32_t i = 0; i < entry.num_pending; ++i) {
-      const int32_t n = s.nodes[entry.num_nodes + i];
-      for (int g = 0; g < num_groups(); ++g) {
-        if (tree_.block(n, g) >= 0) groups_[g][tree_.block(n, g)].node = 0;
-      }
-    }
-    drop_pending(entry);
-  }
+  drop_pending(entry);
   for (Copy& c : step.copies) {
     if (c.entry != self) continue;
-    unclaim(c.group, c.dst);
+    blocks_.unclaim(c.group, c.dst);
     s.held[c.group].table[c.index] = c.src;  // the step's hold goes back to the sequence
   }
   for (int g = 0; g < num_groups(); ++g) {
     Held& held = s.held[g];
     const size_t before = static_cast<size_t>(step.sizes[self * groups_.size() + g]);
     while (held.table.size() > before) {
-      unclaim(g, held.table.back());
+      if (held.table.back() >= 0) blocks_.unclaim(g, held.table.back());
       held.table.pop_back();
     }
-    if (groups_[g].spec.life == Life::state) unclaim(g, step.states[self * groups_.size() + g]);
+    if (blocks_.is(g, Life::state)) {
+      blocks_.unclaim(g, held.state);
+      held.state = step.reads[self * groups_.size() + g];
+    }
+    drop_draft_states(s, g);
   }
   ++s.generation;
-  while (s.size() > s.prompt_len && s.tokens.back() < 0 && s.size() > s.num_known) s.tokens.pop_back();
+  while (s.size() > std::max(s.num_known, entry.size)) s.tokens.pop_back();  // unknown ones this step would have given
   if (!entry.admitted) return;
   give_back_all(s);
   to_waiting(s);

@@ -26,9 +26,8 @@ void Core::ensure_finders(Sequence& s, int64_t num_blocks) {
 
 // The longest length of at most `n` blocks of `path_` at which the group has what the next token reads.
 int32_t Core::longest_valid(int g, int32_t n) const {
-  const Life life = groups_[g].spec.life;
-  if (life == Life::full) return n;  // a node of the tree has its block of every full group
-  if (life == Life::state) {
+  if (blocks_.is(g, Life::full)) return n;  // a node of the tree has its block of every full group
+  if (blocks_.is(g, Life::state)) {
     while (n > 0 && tree_.block(path_[n - 1], g) < 0) --n;
     return n;
   }
@@ -100,40 +99,58 @@ Core::Match Core::match(Sequence& s, int64_t limit) {
 
 void Core::admit(Entry& entry) {
   Sequence& s = *entry.seq;
-  const Match m = match(s, std::min(s.num_known - 1, s.max_cached));
-  const int32_t k = m.num_blocks;
+  const int64_t limit = std::min(s.num_known - 1, s.max_cached);
+  Match m = match(s, limit);
+  const int32_t expected = static_cast<int32_t>(std::min<int64_t>(s.expected, limit / n_));
+  entry.external = expected > m.num_blocks;
+  if (entry.external) m.partial = {};
+  hold_match(s, m);
+  int64_t position = int64_t{m.num_blocks} * n_ + m.partial.len;
+  if (entry.external) {
+    position = int64_t{expected} * n_;
+    for (int g = 0; g < num_groups(); ++g) {  // what a window does not see need not come
+      Held& held = s.held[g];
+      held.front = std::max(sink_blocks(g), first_needed(g, position));
+      while (static_cast<int32_t>(held.table.size()) >= sink_blocks(g) &&
+             static_cast<int32_t>(held.table.size()) < held.front) {
+        held.table.push_back(-1);
+      }
+    }
+  }
+  entry.admitted = true;
+  entry.cached_tokens = position;
+  entry.partial_tokens = m.partial.len;
+  s.admitted = true;
+  s.scheduled = s.computed = position;
+}
+
+// Hold what a match found in `path_`: everything of a full group, of a window what the next token reads.
+void Core::hold_match(Sequence& s, const Match& m) {
+  const int32_t k = m.num_blocks, x = m.partial.node;
   const int64_t position = int64_t{k} * n_ + m.partial.len;
   for (int g = 0; g < num_groups(); ++g) {
     Held& held = s.held[g];
-    if (groups_[g].spec.life == Life::state) {
-      const int32_t from = m.partial.node ? m.partial.node : (k ? path_[k - 1] : 0);
-      held.state = from ? tree_.block(from, g) : -1;
-      if (from) claim(g, held.state, &claims_);
+    if (blocks_.is(g, Life::state)) {
+      const int32_t from = x ? x : (k ? path_[k - 1] : 0);
+      held.state = held.computed_state = from ? tree_.block(from, g) : -1;
+      if (held.state >= 0) blocks_.claim(g, held.state, &claims_);
       continue;
     }
-    const int32_t sink = std::min(sink_blocks(g), k);
-    held.front = std::max(sink, std::min(first_needed(g, position), k));
+    const int32_t sink = sink_blocks(g);
+    held.front = std::max(sink, first_needed(g, position));
     held.table.assign(k, -1);
     for (int32_t i = 0; i < k; ++i) {
       if (i == sink) i = held.front;
       if (i >= k) break;
-      held.table[i] = tree_.block(path_[i], g);  // -1: an earlier sequence of this step fills it; see carry_out
-      if (held.table[i] >= 0) claim(g, held.table[i], &claims_);
+      held.table[i] = tree_.block(path_[i], g);  // -1: an earlier sequence of this step fills it; see claim_pending
+      if (held.table[i] >= 0) blocks_.claim(g, held.table[i], &claims_);
     }
-    if (m.partial.node) {
-      const int32_t b = tree_.block(m.partial.node, g);
-      claim(g, b, &claims_);
-      held.table.push_back(b);
-    }
+    if (x == 0) continue;
+    held.table.push_back(tree_.block(x, g));
+    blocks_.claim(g, held.table.back(), &claims_);
   }
   s.nodes = path_;
   move_end(0, end_node(s));
-  entry.admitted = true;
-  entry.cached_tokens = position;
-  entry.partial_tokens = m.partial.len;
-  entry.num_nodes = k;
-  s.admitted = true;
-  s.scheduled = s.computed = position;
 }
 
 }  // namespace kvpool::ledger

@@ -7,12 +7,15 @@ namespace kvpool::ledger {
 
 const Step& Core::begin(const std::vector<Item>& items, StepArrays& arrays, bool commit, int64_t* num_samples) {
   if (steps_.size() >= 2) throw std::invalid_argument("two steps are open already; end or abort the older one first");
+  blocks_.expire();
   if (spare_steps_.empty()) spare_steps_.push_back(std::make_unique<Step>());
   Step& step = *spare_steps_.back();
   const size_t fitting = plan(step, items, arrays.max_sequences, commit, false);
   if (fitting < items.size()) out_of_blocks(step, fitting, items);
   step.states.assign(step.entries.size() * groups_.size(), -1);
+  step.reads.assign(step.entries.size() * groups_.size(), -1);
   for (Entry& entry : step.entries) carry_out(step, entry);
+  claims_.clear();
   step.id = next_step_++;
   steps_.push_back(std::move(spare_steps_.back()));
   spare_steps_.pop_back();
@@ -32,10 +35,12 @@ size_t Core::fits(const std::vector<Item>& items) {
 size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, bool commit, bool count_room) {
   step.entries.clear();
   step.sizes.clear();
+  step.states.clear();
+  step.reads.clear();
   step.copies.clear();
+  step.onboards.clear();
   step.commit = commit;
   ++num_plans_;
-  claims_.clear();
   needed_.assign(groups_.size(), 0);
   int64_t room = limits_.max_step_tokens;
   try {
@@ -52,7 +57,7 @@ size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, 
       }
       step.entries.push_back({&s});
       plan_entry(step, step.entries.back(), items[i].max_tokens, room);
-      room -= step.entries.back().num_tokens;
+      room -= step.entries.back().num_tokens + step.entries.back().num_drafts;
       if (!fits_now()) return i;
     }
   } catch (...) {
@@ -62,21 +67,36 @@ size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, 
   return items.size();
 }
 
-void Core::plan_entry(Step& step, Entry& entry, int64_t max_tokens, int64_t room) {
+void Core::plan_entry(Step& step, Entry& entry, int64_t most, int64_t room) {
   Sequence& s = *entry.seq;
   if (!s.admitted) admit(entry);
   entry.start = s.scheduled;
-  entry.num_tokens = static_cast<int32_t>(std::min({max_tokens, room, s.size() - entry.start}));
+  entry.size = s.size();
   entry.num_nodes = static_cast<int32_t>(s.nodes.size());
+  entry.num_tokens = static_cast<int32_t>(until_checkpoint(s, std::min({most, room, s.size() - entry.start})));
+  if (s.has_drafts && entry.end() == s.size()) {  // leading ones, as many as there is room for
+    const int64_t drafts = static_cast<int64_t>(s.drafts.tokens.size());
+    entry.num_drafts = static_cast<int32_t>(std::min(drafts, room - entry.num_tokens));
+  }
   s.scheduled += entry.num_tokens;
   ++s.open_steps;
   for (int g = 0; g < num_groups(); ++g) {
-    const int32_t size = static_cast<int32_t>(s.held[g].table.size());
-    step.sizes.push_back(size);
-    needed_[g] += groups_[g].spec.life == Life::state ? 1 : ceil_div(s.scheduled, n_) - size;
+    const int64_t size = static_cast<int64_t>(s.held[g].table.size());
+    step.sizes.push_back(static_cast<int32_t>(size));
+    needed_[g] +=
+        blocks_.is(g, Life::state) ? 1 + entry.num_drafts : std::max<int64_t>(0, ceil_div(entry.last(), n_) - size);
   }
   if (entry.start % n_) plan_write(step, entry);
-  if (step.commit && entry.num_nodes == entry.start / n_) add_pending(entry);
+  if (step.commit) add_pending(entry);
+}
+
+// A state can only be kept where a step ends: models that have some end it at checkpoints.
+int64_t Core::until_checkpoint(const Sequence& s, int64_t most) const {
+  if (!has_state_) return most;
+  const int64_t interval = limits_.checkpoint_interval, border = (s.prompt_len - 1) / n_ * n_;
+  int64_t next = (s.scheduled / interval + 1) * interval;
+  if (border > s.scheduled) next = std::min(next, border);
+  return std::min(most, next - s.scheduled);
 }
 
 bool Core::is_shared(const Sequence& s, int32_t n) const {
@@ -85,7 +105,7 @@ bool Core::is_shared(const Sequence& s, int32_t n) const {
   for (int g = 0; g < num_groups(); ++g) {
     const int32_t b = tree_.block(n, g);
     if (b < 0) continue;
-    const bool own = groups_[g].spec.life != Life::state || s.held[g].state == b;
+    const bool own = !blocks_.is(g, Life::state) || s.held[g].state == b;
     if (groups_[g][b].ref > (own ? 1 : 0)) return true;
   }
   return false;
@@ -97,7 +117,7 @@ void Core::plan_write(Step& step, Entry& entry) {
   const int32_t index = static_cast<int32_t>(entry.start / n_), filled = static_cast<int32_t>(entry.start % n_);
   const int32_t self = static_cast<int32_t>(step.entries.size()) - 1;
   for (int g = 0; g < num_groups(); ++g) {
-    if (groups_[g].spec.life == Life::state) continue;
+    if (blocks_.is(g, Life::state)) continue;
     const int32_t b = s.held[g].table[index];
     const Block& block = groups_[g][b];
     if (block.node) {
@@ -126,7 +146,9 @@ void Core::plan_write(Step& step, Entry& entry) {
 // Put the blocks that this step fills into the tree, so that later items of the step find them.
 void Core::add_pending(Entry& entry) {
   Sequence& s = *entry.seq;
+  if (!entry.external && entry.num_nodes < entry.start / n_) return;  // some before are not stored: at the end
   const int64_t full = std::min(s.scheduled, s.num_known) / n_;
+  if (entry.num_nodes >= full) return;
   ensure_finders(s, full);
   const int32_t before = end_node(s);
   for (int32_t i = entry.num_nodes; i < full; ++i) {
@@ -153,10 +175,11 @@ void Core::drop_pending(Entry& entry) {
   Sequence& s = *entry.seq;
   if (entry.num_pending == 0) return;
   const int32_t last = end_node(s);
-  s.nodes.resize(entry.num_nodes);
-  if (end_node(s) > 0) ++tree_[end_node(s)].holders;
+  s.nodes.resize(static_cast<size_t>(entry.num_nodes));
+  blocks_.hold_node(end_node(s));
   --tree_[last].holders;
   for (int32_t n = last; entry.num_pending > 0; --entry.num_pending) {
+    for (int g = 0; g < num_groups(); ++g) blocks_.detach(g, n);
     const int32_t parent = tree_[n].parent;
     tree_.remove(n);
     n = parent;
@@ -173,30 +196,23 @@ void Core::undo_plan(Step& step) {
     --s.open_steps;
     if (entry.admitted) to_waiting(s);
   }
-  for (size_t i = claims_.size(); i-- > 0;) {
-    const Claim& c = claims_[i];
-    Block& block = groups_[c.group][c.block];
-    --block.ref;
-    if (c.prev < 0) continue;
-    --block.uses;
-    groups_[c.group].insert_after(c.block, c.prev, c.level);
-  }
-  claims_.clear();
+  blocks_.undo(claims_);
   step.entries.clear();
 }
 
 // Forget what a sequence holds, without giving it back.
 void Core::to_waiting(Sequence& s) {
-  move_end(end_node(s), 0);
+  const int32_t end = end_node(s);
   s.nodes.clear();
   for (Held& held : s.held) {
     held.table.clear();
     held.front = 0;
-    held.state = -1;
+    held.state = held.computed_state = -1;
   }
   ++s.generation;
   s.admitted = false;
   s.scheduled = s.computed = 0;
+  move_end(end, 0);
 }
 
 void Core::out_of_blocks(Step& step, size_t first, const std::vector<Item>& items) {
@@ -214,46 +230,57 @@ void Core::out_of_blocks(Step& step, size_t first, const std::vector<Item>& item
   throw OutOfBlocks(message, std::move(ids));
 }
 
-void Core::take_over(int32_t n) {
-  for (int g = 0; g < num_groups(); ++g) {
-    const int32_t b = tree_.block(n, g);
-    if (b < 0) continue;
-    groups_[g][b].node = 0;
-    if (groups_[g][b].ref == 0) {
-      groups_[g].unlink(b);
-      groups_[g].put_free(b);
-    }
-  }
-  tree_[n].pending = 0;
-  tree_.remove(n);
-  ++totals_.taken;
-}
-
 void Core::carry_out(Step& step, Entry& entry) {
   Sequence& s = *entry.seq;
   const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
-  if (entry.taken) take_over(entry.taken);
+  if (entry.num_drafts) {
+    s.drafts.tokens.resize(static_cast<size_t>(entry.num_drafts));
+    s.drafts.parents.resize(static_cast<size_t>(entry.num_drafts));
+    s.has_drafts = false;
+  }
+  if (entry.taken) {
+    blocks_.take_over(entry.taken);
+    ++totals_.taken;
+  }
   for (int g = 0; g < num_groups(); ++g) {
     Held& held = s.held[g];
-    if (groups_[g].spec.life == Life::state) {
-      step.states[self * groups_.size() + g] = take(g);
+    if (blocks_.is(g, Life::state)) {
+      step.reads[self * groups_.size() + g] = held.state;
+      step.states[self * groups_.size() + g] = held.state = blocks_.take(g);
+      drop_draft_states(s, g);
+      for (int32_t i = 0; i < entry.num_drafts; ++i) held.draft_states.push_back(blocks_.take(g));
       continue;
     }
     if (entry.admitted) claim_pending(g, s, entry);
-    const size_t size = static_cast<size_t>(ceil_div(entry.start + entry.num_tokens, n_));
-    while (held.table.size() < size) held.table.push_back(take(g));
+    const size_t size = static_cast<size_t>(ceil_div(entry.last(), n_));
+    while (held.table.size() < size) held.table.push_back(blocks_.take(g));
   }
   for (Copy& c : step.copies) {
     if (c.entry != self) continue;
-    c.dst = take(c.group);
+    c.dst = blocks_.take(c.group);
     s.held[c.group].table[c.index] = c.dst;
     ++s.generation;
     ++totals_.copied;
   }
+  store_pending(step, entry);
+}
+
+void Core::store_pending(Step& step, Entry& entry) {
+  Sequence& s = *entry.seq;
+  const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
   for (int32_t i = entry.num_nodes; i < entry.num_nodes + entry.num_pending; ++i) {
-    const uint8_t priority = priority_of(s, int64_t{i} * n_, int64_t{i + 1} * n_);
+    const Worth worth = block_worth(s, i);
     for (int g = 0; g < num_groups(); ++g) {
-      if (groups_[g].spec.life != Life::state) attach(g, s.held[g].table[i], s.nodes[i], priority);
+      if (blocks_.is(g, Life::state) || s.held[g].table[i] < 0) continue;
+      blocks_.attach(g, s.held[g].table[i], s.nodes[i], worth);
+    }
+  }
+  if (!entry.external) return;
+  const std::vector<Key> known = keys(s.id);
+  for (int32_t i = entry.num_nodes; i < entry.start / n_; ++i) {
+    for (int g = 0; g < num_groups(); ++g) {
+      const int32_t b = s.held[g].table[i];
+      if (b >= 0) step.onboards.push_back({self, g, b, i, known[static_cast<size_t>(i)]});
     }
   }
 }
@@ -261,13 +288,13 @@ void Core::carry_out(Step& step, Entry& entry) {
 // Blocks matched before an earlier sequence of this step had them: they are there now.
 void Core::claim_pending(int g, Sequence& s, const Entry& entry) {
   Held& held = s.held[g];
-  const int32_t k = entry.num_nodes, sink = std::min(sink_blocks(g), k);
+  const int32_t k = entry.num_nodes, sink = sink_blocks(g);
   for (int32_t i = 0; i < k; ++i) {
     if (i == sink) i = held.front;
     if (i >= k) break;
     if (held.table[i] >= 0) continue;
     held.table[i] = tree_.block(s.nodes[i], g);
-    claim(g, held.table[i], nullptr);
+    blocks_.claim(g, held.table[i], nullptr);
   }
 }
 

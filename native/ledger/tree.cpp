@@ -26,6 +26,13 @@ void append_field(std::string& out, char tag, const std::string& value) {
   out += value;
 }
 
+std::string space_name(const std::string& salt, const std::string& lora) {
+  std::string name = "KVS1";
+  append_field(name, 'S', salt);
+  append_field(name, 'L', lora);
+  return name;
+}
+
 void store_le(uint8_t* p, uint32_t v) {
   for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(v >> (8 * i));
 }
@@ -43,7 +50,6 @@ Tree::Tree(int32_t num_nodes, int32_t n, int num_groups, uint64_t finder_mask, b
       compress_(choose_compress(portable_sha)) {
   for (int g = 1; g < num_groups; ++g) more_blocks_.emplace_back(size_t(num_nodes) + 1);
   extras_.push_back({"", 1});
-  open_space("", "");  // space 0, kept for ever
 }
 
 size_t Tree::bytes() const {
@@ -171,7 +177,7 @@ Key Tree::make_key(const Key& parent, const int32_t* tokens, int32_t len, int32_
   store_le(message + 24, static_cast<uint32_t>(len));
   store_le(message + 28, static_cast<uint32_t>(more.size()));
   for (int32_t i = 0; i < len; ++i) store_le(message + 32 + 4 * i, static_cast<uint32_t>(tokens[i]));
-  std::memcpy(message + 32 + 4 * len, more.data(), more.size());
+  if (!more.empty()) std::memcpy(message + 32 + 4 * size_t(len), more.data(), more.size());
   uint8_t digest[32];
   sha256(compress_, message, size, digest);
   Key key;
@@ -185,9 +191,12 @@ int32_t Tree::space_of(int32_t n) const {
 }
 
 int32_t Tree::open_space(const std::string& salt, const std::string& lora) {
-  std::string name = "KVS1";
-  append_field(name, 'S', salt);
-  append_field(name, 'L', lora);
+  const bool plain = salt.empty() && lora.empty();
+  if (plain && plain_ >= 0) {
+    ++spaces_[plain_].holders;
+    return plain_;
+  }
+  const std::string name = space_name(salt, lora);
   const auto [it, is_new] = space_ids_.try_emplace(name, 0);
   if (is_new) {
     if (free_spaces_.empty()) {
@@ -199,11 +208,12 @@ int32_t Tree::open_space(const std::string& salt, const std::string& lora) {
     uint8_t digest[32];
     sha256(compress_, reinterpret_cast<const uint8_t*>(name.data()), name.size(), digest);
     Space& space = spaces_[it->second];
-    space = {salt, lora, {}, 0, 0, 0};
+    space = {salt, lora, {}, 0, 0, 0, false};
     std::memcpy(space.key.data(), digest, 16);
     std::memcpy(&space.seed, digest + 16, 8);
   }
   ++spaces_[it->second].holders;
+  if (plain) plain_ = it->second;
   return it->second;
 }
 
@@ -214,13 +224,19 @@ void Tree::close_space(int32_t s) {
 
 void Tree::drop_space_if_unused(int32_t s) {
   Space& space = spaces_[s];
-  if (s == 0 || space.holders || space.first_child) return;
-  std::string name = "KVS1";
-  append_field(name, 'S', space.salt);
-  append_field(name, 'L', space.lora);
-  space_ids_.erase(name);
+  if (space.holders || space.first_child) return;
+  if (s == plain_) plain_ = -1;
+  if (!space.retired) space_ids_.erase(space_name(space.salt, space.lora));
   space = {};
   free_spaces_.push_back(s);
+}
+
+void Tree::retire_space(int32_t s) {
+  Space& space = spaces_[s];
+  if (space.retired || !is_open(s)) return;
+  space.retired = true;
+  if (s == plain_) plain_ = -1;
+  space_ids_.erase(space_name(space.salt, space.lora));
 }
 
 int32_t Tree::intern(const std::string& bytes) {

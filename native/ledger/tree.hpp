@@ -47,6 +47,7 @@ struct Space {
   uint64_t seed;
   int32_t first_child;
   int32_t holders;  // sequences; a space with neither children nor holders is dropped
+  bool retired;     // no longer found by its names
 };
 
 struct Candidate {
@@ -90,6 +91,8 @@ class Tree {
   void close_space(int32_t space);
   Space& space(int32_t s) { return spaces_[s]; }
   const Space& space(int32_t s) const { return spaces_[s]; }
+  bool is_open(int32_t s) const { return spaces_[s].holders || spaces_[s].first_child; }
+  void retire_space(int32_t s);  // sequences opened from now on get another; see clear
   int32_t num_spaces() const { return static_cast<int32_t>(spaces_.size()); }
   int32_t space_of(int32_t n) const;
 
@@ -99,7 +102,6 @@ class Tree {
   }
   void drop(int32_t extras);
   const std::string& extras(int32_t id) const { return extras_[id].bytes; }
-  uint64_t table_entry_check(int32_t n) const { return find_slot(n); }
 
   static constexpr int kScan = 32;  // children looked at for a partial match, newest first
 
@@ -128,6 +130,7 @@ class Tree {
   Compress compress_;
   std::vector<Space> spaces_;
   std::vector<int32_t> free_spaces_;
+  int32_t plain_ = -1;  // the space without salt and adapter, while it is open
   std::unordered_map<std::string, int32_t> space_ids_;
   std::vector<Extras> extras_;
   std::vector<int32_t> free_extras_;

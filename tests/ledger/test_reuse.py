@@ -124,7 +124,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(driver: Driver) -> None:
 def test_an_aborted_step_leaves_everything_as_it_was(driver: Driver) -> None:
     a, _ = driver.prefill(list(range(9)))
     b = driver.open(list(range(9)))
-    driver.ledger.extend([a], [9])
+    driver.extend(a, 9)
     before = driver.ledger.stats()
     tables = driver.blocks(a)
     d = driver.begin([(a, 1), (b, 9)])

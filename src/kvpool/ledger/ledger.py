@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,23 @@ from numpy.typing import NDArray
 from kvpool import _native
 from kvpool.errors import KVError
 from kvpool.ledger.arrays import StepArrays
-from kvpool.ledger.decisions import Admission, BlockCopy, GroupStats, Stats, StepDecision
+from kvpool.ledger.decisions import (
+    Admission,
+    BlockCopy,
+    DraftRows,
+    Evicted,
+    GroupStats,
+    Onboard,
+    Pin,
+    Resized,
+    SequenceStats,
+    SlotMove,
+    Stats,
+    StepDecision,
+)
+from kvpool.ledger.events import KINDS, Event
 from kvpool.ledger.extras import Extra, Media, encode
+from kvpool.ledger.policies import Policy, Released, get_policy
 from kvpool.ledger.retention import Retention, encode_ranges
 
 if TYPE_CHECKING:
@@ -22,18 +37,32 @@ if TYPE_CHECKING:
 #: No cap on a match.
 UNLIMITED = 2**62
 Tokens = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | Iterable[int]
+#: Draft tokens of a sequence, and which earlier draft each follows (-1: the last known token; None: a chain).
+Drafts = tuple[Sequence[int], Sequence[int] | None]
+
+
+def _ids(tokens: Tokens) -> list[int] | NDArray[Any]:
+    return tokens if isinstance(tokens, (list, np.ndarray)) else list(tokens)
 
 
 class Ledger:
     """Which blocks belong to which sequence, which prefix is shared, and what is evicted.
 
     Works alone (a scheduler process without pools): it decides and returns decisions; who owns the memory carries
-    them out. One thread opens steps; any thread may call anything else.
+    them out. One thread opens steps; any thread may call anything else. Two steps may be open: what one frees may be
+    given to the next, so steps must run in the order they were begun.
 
     Args:
         plan: Groups and limits.
-        clock: Seconds, monotonic; retention durations are measured with it.
-        policy: Who goes first when there is no free block: `lru`.
+        clock: Seconds, monotonic; durations of retention are measured with it.
+        policy: Who goes first when there is no free block: a name of `policies.POLICIES`, or an object with
+            `keys(released)`. `lru`, also called `priority+lru`: lowest priority first, within it the least recently
+            released. The others order by their key alone, in groups of unlimited lifetime.
+        events: How many events are kept until `events()` takes them; 0 for none.
+        offer: Report what is evicted, for tiers below.
+        lookup: Asked at admission with the keys of a prompt's whole blocks: how many leading ones can a tier fill?
+        finder_bits: Bits of the private hash that are used; fewer make collisions, which cost time only.
+        portable_sha: Do not use SHA instructions.
 
     Invariants: `used + cached + free == committed` for every group; `check()` verifies this and all others.
     """
@@ -43,14 +72,19 @@ class Ledger:
         plan: Plan,
         *,
         clock: Callable[[], float] = time.monotonic,
-        policy: str = "lru",
+        policy: str | Policy = "lru",
+        events: int = 0,
+        offer: bool = False,
+        lookup: Callable[[Sequence[bytes]], int] | None = None,
         finder_bits: int = 64,
         portable_sha: bool = False,
     ) -> None:
-        if policy != "lru":
-            raise ValueError(f"policy must be 'lru', got {policy!r}")
         self.plan = plan
         self._clock = clock
+        self._timed = False
+        self._policy = get_policy(policy)
+        self._lookup = lookup
+        self._waiting: set[int] = set()
         limits = [
             plan.max_sequences,
             plan.max_step_tokens,
@@ -59,7 +93,23 @@ class Ledger:
             plan.checkpoint_interval,
         ]
         mask = ((1 << finder_bits) - 1) << (64 - finder_bits)
-        self._core = _native.Ledger([_group(g) for g in plan.groups], limits, mask, portable_sha)
+        self._core = _native.Ledger(
+            [_group(g) for g in plan.groups], limits, mask, portable_sha, self._policy is not None, offer, events
+        )
+
+    def _now(self) -> float:
+        return self._clock() if self._timed else 0.0
+
+    def _rekey(self) -> None:
+        """Let the policy give keys to what was just released; until then a block's key is its time of release."""
+        assert self._policy is not None
+        for group, blocks, uses, index, priority, names, keys, now in self._core.unkeyed():
+            plan = self.plan.groups[group]
+            released = Released(
+                group, blocks, uses, index, priority, names, keys, now, plan.num_blocks, plan.tokens_per_block
+            )
+            given = np.ascontiguousarray(self._policy.keys(released), np.float64)
+            self._core.push_keys(group, blocks, given)
 
     # --- sequences ------------------------------------------------------------------------------------------
 
@@ -86,7 +136,9 @@ class Ledger:
         Raises:
             OutOfBlocks: The prompt can never fit.
         """
-        return self._core.open(
+        if retention:
+            self._timed = self._timed or any(r.duration is not None for r in retention)
+        sequence = self._core.open(
             tokens if isinstance(tokens, (list, np.ndarray)) else list(tokens),
             encode(salt),
             encode(lora_id),
@@ -94,21 +146,52 @@ class Ledger:
             encode_ranges(retention) if retention else [],
             UNLIMITED if max_cached_tokens is None else max_cached_tokens,
         )
+        if self._lookup is not None:
+            self._waiting.add(sequence)
+        return sequence
 
-    def extend(self, sequences: StepDecision | Sequence[int] | NDArray[np.int64], token_ids: Tokens) -> None:
-        """Append one known token to each of `sequences`; they are not computed yet.
+    def extend(self, sequences: StepDecision | Sequence[int] | NDArray[np.int64], token_ids: Tokens | None) -> None:
+        """Append one token to each of `sequences`; they are not computed yet.
 
         Args:
             sequences: Ids; or a decision, for the sequences it has samples for.
-            token_ids: One id a sequence.
+            token_ids: One id a sequence; None for tokens that are known later, see `resolve`.
         """
         ids = sequences.sampled if isinstance(sequences, StepDecision) else sequences
-        tokens = token_ids if isinstance(token_ids, (list, np.ndarray)) else list(token_ids)
-        self._core.extend(np.asarray(ids, np.int64), tokens)
+        self._core.extend(np.asarray(ids, np.int64), None if token_ids is None else _ids(token_ids))
+
+    def resolve(self, sequences: StepDecision | Sequence[int] | NDArray[np.int64], token_ids: Tokens) -> None:
+        """Say what the oldest unknown token of each of `sequences` is; blocks that waited for it become matchable."""
+        ids = sequences.sampled if isinstance(sequences, StepDecision) else sequences
+        self._core.resolve(np.asarray(ids, np.int64), _ids(token_ids))
 
     def append(self, sequence: int, token_ids: Tokens) -> None:
         """Append known tokens to one sequence; they are not computed yet."""
-        self._core.append(sequence, token_ids if isinstance(token_ids, (list, np.ndarray)) else list(token_ids))
+        self._core.append(sequence, _ids(token_ids))
+
+    def rewind(self, sequence: int, num_tokens: int) -> None:
+        """Forget the last `num_tokens` tokens; blocks no longer needed go first when room is made.
+
+        Raises:
+            UnsupportedError: A window or state needed there is gone; nothing has changed.
+        """
+        self._core.rewind(sequence, num_tokens, self._now())
+        if self._policy is not None:
+            self._rekey()
+
+    def fork(self, sequence: int) -> int:
+        """Return a new sequence with the same tokens that shares all blocks until one of them is written."""
+        return self._core.fork(sequence)
+
+    def pause(self, sequence: int) -> None:
+        """Hold nothing until `resume`; what is computed stays matchable, the tokens stay known."""
+        self._core.pause(sequence, self._now())
+        if self._policy is not None:
+            self._rekey()
+
+    def resume(self, sequence: int) -> None:
+        """Let the next step that names it admit it again; what is found then is no hit."""
+        self._core.resume(sequence)
 
     def release(self, sequence: int, keep: bool = True) -> None:
         """Give back what a sequence holds; again is no error. In an open step it waits for the step's end.
@@ -117,24 +200,40 @@ class Ledger:
             sequence: Its id.
             keep: Leave what is computed matchable, the partly filled last block too.
         """
-        self._core.release(sequence, keep)
+        self._core.release(sequence, keep, self._clock() if self._timed else 0.0)
+        if self._policy is not None:
+            self._rekey()
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def begin_step(self, items: Sequence[tuple[int, int]], arrays: StepArrays, *, commit: bool = True) -> StepDecision:
+    def begin_step(
+        self,
+        items: Sequence[tuple[int, int]],
+        arrays: StepArrays,
+        *,
+        drafts: Mapping[int, Drafts] | None = None,
+        commit: bool = True,
+    ) -> StepDecision:
         """Admit, match, allocate and fill `arrays`: all of it or nothing.
 
         Args:
             items: `(sequence, most tokens to compute)`, served in order; what finds no room in `max_step_tokens`
                 or has nothing to compute drops out.
             arrays: Filled in place.
+            drafts: Tokens to compute behind the last known one of a sequence; none is kept unless `accept` says so.
             commit: Make filled blocks matchable; equal prompts of one step are then computed once.
 
         Raises:
             OutOfBlocks: Blocks are missing; `.sequences` names what did not fit; nothing has changed.
         """
-        number, sequences, total, samples, copies, admitted, sampled = self._core.begin_step(
-            items if isinstance(items, list) else list(items), arrays.native, commit
+        if self._lookup is not None:
+            self._ask_tiers(items)
+        number, sequences, total, samples, copies, admitted, sampled, rows, onboards, evicted = self._core.begin_step(
+            items if isinstance(items, list) else list(items),
+            arrays.native,
+            commit,
+            [(s, _ids(ids), list(parents or ())) for s, (ids, parents) in drafts.items()] if drafts else [],
+            self._now(),
         )
         return StepDecision(
             number,
@@ -144,26 +243,112 @@ class Ledger:
             tuple(BlockCopy(*c) for c in copies) if copies else (),
             tuple(Admission(*a) for a in admitted) if admitted else (),
             sampled,
+            tuple(DraftRows(*d) for d in rows) if rows else (),
+            tuple(Onboard(*o) for o in onboards) if onboards else (),
+            _evicted(evicted) if evicted else (),
         )
+
+    def _ask_tiers(self, items: Sequence[tuple[int, int]]) -> None:
+        assert self._lookup is not None
+        for sequence, _ in items:
+            if sequence in self._waiting:
+                self._waiting.discard(sequence)
+                keys = self._core.keys(sequence)
+                if keys:
+                    self._core.expect(sequence, self._lookup(keys))
 
     def end_step(self, decision: StepDecision) -> None:
         """Its tokens are computed; its filled blocks are matchable. Steps end in the order they were begun."""
-        self._core.end_step(decision.step)
+        self._core.end_step(decision.step, self._now())
+        if self._policy is not None:
+            self._rekey()
 
     def abort_step(self, decision: StepDecision) -> None:
         """Leave every sequence as it was; a step begun after this one is cancelled with it."""
-        self._core.abort_step(decision.step)
+        self._core.abort_step(decision.step, self._now())
+        if self._policy is not None:
+            self._rekey()
+
+    def accept(self, sequence: int, indices: Sequence[int]) -> tuple[SlotMove, ...]:
+        """Keep these drafts of the last step, in order; the rest is gone.
+
+        Args:
+            sequence: Its id.
+            indices: Positions in the drafts given to `begin_step`; each one's parent is the one before it.
+
+        Returns:
+            Slots to move before the next step.
+        """
+        moves = self._core.accept(sequence, list(indices))
+        if self._policy is not None:
+            self._rekey()
+        return tuple(SlotMove(*m) for m in moves)
 
     def fits(self, items: Sequence[tuple[int, int]]) -> int:
         """Return how many leading items a step would take now; changes nothing."""
         return self._core.fits(list(items))
 
+    # --- the tree -------------------------------------------------------------------------------------------
+
+    def peek(self, tokens: Tokens, *, salt: Extra = None, lora_id: Extra = None, media: Sequence[Media] = ()) -> int:
+        """Return how many leading tokens of a prompt would be found now; nothing is held or touched."""
+        found: int = self._core.peek(_ids(tokens), encode(salt), encode(lora_id), _media(media))[0]
+        return found
+
+    def pin(self, tokens: Tokens, *, salt: Extra = None, lora_id: Extra = None, media: Sequence[Media] = ()) -> Pin:
+        """Keep the stored whole blocks of a prefix from being evicted or moved until `unpin`."""
+        return Pin(*self._core.pin(_ids(tokens), encode(salt), encode(lora_id), _media(media)))
+
+    def unpin(self, pin: Pin) -> None:
+        """Let a pinned prefix go."""
+        self._core.unpin(pin.id, self._now())
+        if self._policy is not None:
+            self._rekey()
+
+    def clear(self, salt: Extra = None) -> None:
+        """Forget what is stored under a salt, or everything; what is in use is dropped when it is released."""
+        self._core.clear(None if salt is None else encode(salt))
+
+    def reset(self) -> None:
+        """Release every sequence and pin and forget everything stored: all blocks are free."""
+        self._core.reset()
+
+    def resize(self, group: int, num_blocks: int) -> Resized:
+        """Change how many blocks of a group have memory, at its end; between steps.
+
+        Growing gives ids at the end. Shrinking drops cached blocks by value, then moves blocks from the end into
+        freed rows; it stops above a pinned block.
+        """
+        reached, moves, stopped_by, evicted = self._core.resize(group, num_blocks)
+        return Resized(
+            reached, tuple((m[1], m[2]) for m in moves), None if stopped_by < 0 else stopped_by, _evicted(evicted)
+        )
+
     # --- looking --------------------------------------------------------------------------------------------
+
+    def keys(self, sequence: int) -> list[bytes]:
+        """Return the identities of its whole blocks: 16 bytes each, chained, equal in every process."""
+        return self._core.keys(sequence)
 
     def tokens(self, sequence: int) -> list[int]:
         """Return its token ids; -1 for one not known yet."""
         tokens: list[int] = self._core.tokens(sequence).tolist()
         return tokens
+
+    def sequence_stats(self, sequence: int) -> SequenceStats:
+        """Return where its tokens came from."""
+        found = self._core.sequence(sequence)
+        return SequenceStats(
+            num_tokens=found["num_tokens"],
+            num_known=found["num_known"],
+            num_computed=found["num_computed"],
+            num_cached=found["num_cached"],
+            num_partial=found["num_partial"],
+            num_missed=found["num_missed"],
+            num_resumed=found["num_resumed"],
+            admitted=bool(found["admitted"]),
+            paused=bool(found["paused"]),
+        )
 
     def num_tokens(self, sequence: int) -> int:
         """Return how many tokens it has, computed or not."""
@@ -181,6 +366,19 @@ class Ledger:
         """Return (block table, computed tokens) of a sequence; -1 = not held."""
         return self._core.block_table(sequence, group).tolist(), self.num_computed_tokens(sequence)
 
+    def state(self, sequence: int, group: int) -> int | None:
+        """Return the slot of a state group that holds the sequence's state, or None before its first step."""
+        slot = self._core.state(sequence, group)
+        return None if slot < 0 else slot
+
+    def events(self) -> list[Event]:
+        """Take the events since the last call, oldest first."""
+        return [
+            Event(number, KINDS[kind], group, block, None if to < 0 else to, key, parent, start,
+                  tuple(tokens.tolist()), priority, salt, lora)
+            for number, kind, group, block, to, key, parent, start, tokens, priority, salt, lora in self._core.events()
+        ]  # fmt: skip
+
     def stats(self) -> Stats:
         """Return the counters and where the blocks are."""
         found = self._core.stats()
@@ -196,6 +394,17 @@ class Ledger:
         wrong = self._core.check()
         if wrong:
             raise KVError("the ledger is inconsistent: " + "; ".join(wrong))
+
+
+def _media(media: Sequence[Media]) -> list[tuple[int, int, bytes]]:
+    return [(m.start, m.start + m.num_tokens, encode(m.key)) for m in media]
+
+
+def _evicted(rows: Iterable[tuple[Any, ...]]) -> tuple[Evicted, ...]:
+    return tuple(
+        Evicted(group, block, key, parent, index, priority, uses, tuple(tokens.tolist()))
+        for group, block, key, parent, index, priority, uses, tokens in rows
+    )
 
 
 def _group(group: GroupPlan) -> list[int]:

@@ -1,0 +1,410 @@
+#include "ledger/blocks.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvpool::ledger {
+namespace {
+
+constexpr int kChildren = 16;       // children looked at for a level; beyond them the old level stays as an upper bound
+constexpr int kExpiries = 64;       // a call
+constexpr int kExactTimers = 128;   // durations beyond so many are rounded up to a quarter of an octave
+constexpr double kShortest = 1e-3;  // seconds, of the rounded ones
+
+}  // namespace
+
+Blocks::Blocks(const std::vector<GroupSpec>& specs, int32_t num_nodes, int32_t n, const Options& options)
+    : tree(num_nodes, n, static_cast<int>(specs.size()), options.finder_mask, options.portable_sha),
+      events(static_cast<size_t>(options.num_events), n),
+      offer_(options.offer) {
+  for (const GroupSpec& spec : specs) {
+    groups.emplace_back(spec);
+    timers_.emplace_back(spec.num_reserved);
+    if (options.keyed) {
+      heaps_.push_back(spec.life == Life::full ? std::make_unique<KeyHeap>(spec.num_reserved) : nullptr);
+    }
+  }
+}
+
+size_t Blocks::bytes() const {
+  size_t sum = tree.bytes();
+  for (const BlockGroup& g : groups) sum += g.bytes();
+  return sum;
+}
+
+// --- holding ---------------------------------------------------------------------------------------------------
+
+void Blocks::claim(int g, int32_t b, std::vector<Claim>* undo) {
+  Block& block = groups[g][b];
+  if (block.ref++) {
+    if (undo) undo->push_back({g, b, -1, 0});
+    return;
+  }
+  if (undo) undo->push_back({g, b, block.prev, block.level});
+  ++block.uses;
+  uncache(g, b);
+}
+
+void Blocks::undo(std::vector<Claim>& claims) {
+  for (size_t i = claims.size(); i-- > 0;) {
+    const Claim& c = claims[i];
+    Block& block = groups[c.group][c.block];
+    --block.ref;
+    if (c.prev < 0) continue;
+    --block.uses;
+    groups[c.group].insert_after(c.block, c.prev, c.level);
+    if (block.timer) timers_[c.group].rearm(c.block);
+    if (const auto& heap = heaps_.empty() ? nullptr : heaps_[c.group].get(); heap && tree.is_leaf(block.node)) {
+      heap->insert(c.block);
+    }
+  }
+  claims.clear();
+}
+
+void Blocks::unclaim(int g, int32_t b) {
+  Block& block = groups[g][b];
+  if (--block.ref) return;
+  if (block.node == 0) return groups[g].put_free(b);
+  cache(g, b, false);
+}
+
+void Blocks::unclaim_first(int g, int32_t b) {
+  Block& block = groups[g][b];
+  if (--block.ref) return;
+  if (block.node == 0) return groups[g].put_free(b);
+  cache(g, b, true);
+}
+
+// Deepest first, each behind its child; from the first that has other children on, to the back: these may be cached
+// too.
+void Blocks::unclaim_run(int g, const int32_t* run, int32_t size) {
+  int32_t child = -1;
+  bool front = true;
+  for (int32_t i = size; i-- > 0;) {
+    const int32_t b = run[i];
+    if (b < 0) continue;
+    const int32_t n = groups[g][b].node;
+    const int32_t first = n ? tree[n].first_child : 0;
+    front = front && (first == 0 || (child >= 0 && first == groups[g][child].node && tree[first].next == 0));
+    const bool last_holder = groups[g][b].ref == 1 && n;
+    const bool behind_child = front && child >= 0 && groups[g][child].queued;
+    if (!last_holder || !front) {
+      unclaim(g, b);
+    } else {
+      unclaim_first(g, b);
+      if (behind_child && groups[g][child].level == groups[g][b].level) {
+        groups[g].unlink(b);
+        groups[g].insert_after(b, child, groups[g][child].level);
+      }
+    }
+    child = n ? b : -1;
+  }
+}
+
+void Blocks::cache(int g, int32_t b, bool first) {
+  BlockGroup& group = groups[g];
+  Block& block = group[b];
+  block.last = clock;
+  const uint8_t level = level_of(g, b);
+  first ? group.push_front(b, level) : group.push_back(b, level);
+  if (block.timer) {
+    const int c = block.timer;
+    const double duration = c < kExactTimers ? durations_[c] : kShortest * std::exp2((c - kExactTimers) / 4.0);
+    timers_[g].arm(b, c, now + duration);
+  }
+  if (group.spec.life != Life::full) return;
+  if (leveled_) {
+    const int32_t parent = tree[block.node].parent;
+    const int32_t above = parent > 0 ? tree.block(parent, g) : -1;
+    if (above >= 0) group[above].level = std::max(group[above].level, level);  // in use: an upper bound
+  }
+  if (heaps_.empty()) return;
+  unkeyed.push_back(b);
+  unkeyed_group.push_back(g);
+  unkeyed_key.push_back(heaps_[g]->key(b));
+  heaps_[g]->set_key(b, clock);
+  if (tree.is_leaf(block.node)) heaps_[g]->insert(b);
+}
+
+void Blocks::uncache(int g, int32_t b) {
+  groups[g].unlink(b);
+  if (groups[g][b].timer) timers_[g].disarm(b);
+  if (!heaps_.empty() && heaps_[g] && heaps_[g]->contains(b)) heaps_[g]->erase(b);
+}
+
+int32_t Blocks::take(int g) {
+  int32_t b = groups[g].take_free();
+  if (b < 0) b = evict(g);
+  ++num_allocated;
+  groups[g][b].ref = 1;
+  return b;
+}
+
+int32_t Blocks::evict(int g) {
+  BlockGroup& group = groups[g];
+  const bool keyed = !heaps_.empty() && heaps_[g];
+  const int32_t b = keyed ? heaps_[g]->front() : group.front();
+  group.prefetch(group[b].skip);
+  const int32_t n = group[b].node;
+  ++num_evicted;
+  ++evicted_by_priority[group[b].own];
+  if (offer_) offer(g, b, n);
+  detach(g, n);
+  if (group.spec.life == Life::full) {
+    const int32_t parent = tree[n].parent;
+    remove_node(n);
+    if (leveled_) sink(g, parent);
+  } else {
+    prune(n);
+  }
+  group.erase_free(b);
+  return b;
+}
+
+// --- storing ---------------------------------------------------------------------------------------------------
+
+void Blocks::attach(int g, int32_t b, int32_t n, Worth worth) {
+  tree.set_block(n, g, b);
+  Block& block = groups[g][b];
+  block.node = n;
+  block.own = block.level = worth.priority;
+  block.timer = worth.timer;
+  leveled_ = leveled_ || worth.priority != kDefaultPriority;
+  ++num_stored;
+}
+
+void Blocks::announce(int32_t n) {
+  if (!events.on()) return;
+  for (int g = 0; g < num_groups(); ++g) announce(n, g);
+}
+
+void Blocks::announce(int32_t n, int g) {
+  if (events.on() && tree.block(n, g) >= 0) tell(EventKind::stored, g, tree.block(n, g), n, -1);
+}
+
+void Blocks::tell(EventKind kind, int g, int32_t b, int32_t n, int32_t to) {
+  if (!events.on()) return;
+  const Node& node = tree[n];
+  Event e;
+  e.kind = kind;
+  e.group = g;
+  e.block = b;
+  e.to = to;
+  e.key = node.key;
+  e.has_parent = node.parent > 0;
+  e.parent = tree.key_of(node.parent);
+  e.start = int64_t{node.index} * tree.tokens_per_block;
+  e.num_tokens = node.len;
+  e.space = tree.space_of(n);
+  e.priority = groups[g][b].own;
+  events.add(e, tree.tokens(n));
+}
+
+void Blocks::detach(int g, int32_t n) {
+  const int32_t b = tree.block(n, g);
+  if (b < 0) return;
+  if (tree[n].pending != kPending) tell(EventKind::removed, g, b, n, -1);
+  tree.set_block(n, g, -1);
+  if (groups[g][b].ref == 0) uncache(g, b);
+  groups[g][b].node = 0;
+  groups[g][b].timer = 0;
+  if (groups[g][b].ref == 0) groups[g].put_free(b);
+}
+
+// Take a leaf out of the tree. What its other blocks held can no longer match.
+void Blocks::remove_node(int32_t n) {
+  for (int g = 0; g < num_groups(); ++g) detach(g, n);
+  const int32_t parent = tree[n].parent;
+  tree.remove(n);
+  leaf_again(parent);
+  prune(parent);
+}
+
+void Blocks::take_over(int32_t n) {
+  tree[n].pending = 0;
+  remove_node(n);
+}
+
+// Remove nodes that hold nothing and lead nowhere, upwards from `n`.
+void Blocks::prune(int32_t n) {
+  while (n > 0 && tree.is_leaf(n) && tree[n].holders == 0 && tree[n].pending == 0) {
+    for (int g = 0; g < num_groups(); ++g) {
+      if (tree.block(n, g) >= 0) return;
+    }
+    const int32_t parent = tree[n].parent;
+    tree.remove(n);
+    n = parent;
+  }
+}
+
+void Blocks::leaf_again(int32_t n) {
+  if (heaps_.empty() || n <= 0 || !tree.is_leaf(n)) return;
+  for (int g = 0; g < num_groups(); ++g) {
+    const int32_t b = heaps_[g] ? tree.block(n, g) : -1;
+    if (b >= 0 && groups[g][b].queued) heaps_[g]->insert(b);
+  }
+}
+
+void Blocks::hold_node(int32_t n) {
+  if (n > 0) ++tree[n].holders;
+}
+
+void Blocks::drop_node(int32_t n) {
+  if (n <= 0) return;
+  --tree[n].holders;
+  prune(n);
+}
+
+bool Blocks::make_node_room() {
+  const int32_t before = tree.num_nodes();
+  for (int g = 0; g < num_groups(); ++g) {
+    while (tree.num_nodes() == before && groups[g].num_cached > 0) groups[g].put_free(evict(g));
+  }
+  return tree.num_nodes() < before;
+}
+
+void Blocks::drop_unused(int32_t space) {
+  std::vector<int32_t> order;
+  for (int32_t n = tree.space(space).first_child; n; n = tree[n].next) order.push_back(n);
+  for (size_t i = 0; i < order.size(); ++i) {
+    for (int32_t c = tree[order[i]].first_child; c; c = tree[c].next) order.push_back(c);
+  }
+  for (size_t i = order.size(); i-- > 0;) {  // children before parents
+    const int32_t n = order[i];
+    bool unused = tree.is_leaf(n) && tree[n].holders == 0 && tree[n].pending == 0;
+    for (int g = 0; g < num_groups(); ++g) {
+      unused = unused && (tree.block(n, g) < 0 || groups[g][tree.block(n, g)].ref == 0);
+    }
+    if (!unused) continue;
+    for (int g = 0; g < num_groups(); ++g) detach(g, n);
+    const int32_t parent = tree[n].parent;
+    tree.remove(n);
+    leaf_again(parent);
+  }
+}
+
+void Blocks::offer(int g, int32_t b, int32_t n) {
+  const Node& node = tree[n];
+  const Block& block = groups[g][b];
+  offered.push_back({g, b, node.key, tree.key_of(node.parent), node.index, block.own, static_cast<int32_t>(block.uses),
+                     tree.space_of(n), std::vector<int32_t>(tree.tokens(n), tree.tokens(n) + node.len)});
+}
+
+void Blocks::move(int g, int32_t from, int32_t to) {
+  BlockGroup& group = groups[g];
+  const int32_t n = group[from].node;
+  group.erase_free(to);
+  group.relocate(from, to);
+  if (n) {
+    tell(EventKind::moved, g, from, n, to);
+    tree.set_block(n, g, to);
+  }
+  if (group[to].queued && group[to].timer) timers_[g].move(from, to);
+  if (!heaps_.empty() && heaps_[g] && heaps_[g]->contains(from)) {
+    heaps_[g]->set_key(to, heaps_[g]->key(from));
+    heaps_[g]->erase(from);
+    heaps_[g]->insert(to);
+  }
+  group.put_free(from);
+}
+
+// --- levels and time -------------------------------------------------------------------------------------------
+
+uint8_t Blocks::level_of(int g, int32_t b) const {
+  const BlockGroup& group = groups[g];
+  uint8_t level = group[b].own;
+  if (!leveled_ || group.spec.life != Life::full) return level;
+  int seen = 0;
+  for (int32_t c = tree[group[b].node].first_child; c; c = tree[c].next) {
+    if (++seen > kChildren) return std::max(level, group[b].level);
+    const int32_t child = tree.block(c, g);
+    if (child >= 0) level = std::max(level, group[child].level);
+  }
+  return level;
+}
+
+// After something below node `n` went or fell: what only it held up falls too. A falling block's ancestors stand in
+// higher lists, so it may go to the back; to the front only if it has no children there.
+void Blocks::sink(int g, int32_t n) {
+  BlockGroup& group = groups[g];
+  for (; n > 0; n = tree[n].parent) {
+    const int32_t b = tree.block(n, g);
+    if (b < 0 || !group[b].queued || group[b].level == group[b].own) return;
+    const uint8_t level = level_of(g, b);
+    if (level >= group[b].level) return;
+    group.unlink(b);
+    tree.is_leaf(n) ? group.push_front(b, level) : group.push_back(b, level);
+  }
+}
+
+// A block's own priority rose: to the front of its new list, ancestors that stood lower right behind it.
+void Blocks::rise(int g, int32_t b) {
+  BlockGroup& group = groups[g];
+  const uint8_t level = group[b].own;
+  group.unlink(b);
+  group.push_front(b, level);
+  if (group.spec.life != Life::full) return;
+  for (int32_t n = tree[group[b].node].parent, last = b; n > 0; n = tree[n].parent) {
+    const int32_t above = tree.block(n, g);
+    if (above < 0 || group[above].level >= level) return;
+    if (!group[above].queued) {
+      group[above].level = level;
+      return;
+    }
+    group.unlink(above);
+    group.insert_after(above, last, level);
+    last = above;
+  }
+}
+
+void Blocks::set_worth(int g, int32_t b, Worth worth) {
+  Block& block = groups[g][b];
+  if (events.on() && block.own != worth.priority) {
+    block.own = worth.priority;
+    tell(EventKind::updated, g, b, block.node, worth.priority);
+  }
+  block.own = worth.priority;
+  block.timer = worth.timer;
+  leveled_ = leveled_ || worth.priority != kDefaultPriority;
+}
+
+uint8_t Blocks::timer_of(double duration) {
+  if (duration < 0) return 0;
+  for (size_t c = 1; c < durations_.size(); ++c) {
+    if (durations_[c] == duration) return static_cast<uint8_t>(c);
+  }
+  if (durations_.size() < kExactTimers) {
+    durations_.push_back(duration);
+    return static_cast<uint8_t>(durations_.size() - 1);
+  }
+  const double step = std::ceil(4 * std::log2(std::max(duration, kShortest) / kShortest));
+  return step > 127 ? 0 : static_cast<uint8_t>(kExactTimers + step);  // longer than 40 days: for ever
+}
+
+void Blocks::expire() {
+  if (durations_.size() == 1) return;
+  int left = kExpiries;
+  for (int g = 0; g < num_groups(); ++g) {
+    for (int c = 1; c < Timers::kClasses && left > 0; ++c) {
+      for (int32_t b; left > 0 && (b = timers_[g].due(c, now)) >= 0; --left) {
+        Block& block = groups[g][b];
+        timers_[g].disarm(b);
+        block.timer = 0;
+        const uint8_t before = block.own;
+        block.own = kDefaultPriority;
+        if (before == kDefaultPriority) continue;
+        tell(EventKind::updated, g, b, block.node, kDefaultPriority);
+        const uint8_t level = level_of(g, b);
+        if (level > block.level) {
+          rise(g, b);
+        } else if (level < block.level) {
+          groups[g].unlink(b);
+          groups[g].push_back(b, level);
+          if (groups[g].spec.life == Life::full) sink(g, tree[block.node].parent);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace kvpool::ledger
