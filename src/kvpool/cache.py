@@ -15,7 +15,7 @@ from kvpool.kinds import StateKind
 from kvpool.ledger import Ledger, Media, Retention, Stats
 from kvpool.plan import Plan
 from kvpool.pools import Constants, LayerParts, Part, Pools, View
-from kvpool.pools.calibration import calibrate
+from kvpool.pools.calibration import calibrate_layer
 from kvpool.pools.constants import apply_scales, read_scales, set_layer, set_unit_scales
 from kvpool.sequence import Sequence
 from kvpool.step import Step, StepBuffers
@@ -373,8 +373,8 @@ class KVCache:
         """Measure constants on what layers wrote for a piece of real text.
 
         Args:
-            batch: By layer: `k` and `v`, or `latent` (with `rope` after it on the last axis when both have one codec),
-                each `[T, H, D]`.
+            batch: By layer: `k` and `v`, or `latent` and `rope`, each `[T, H, D]`; `q` (`[T, Q, D]`) makes the
+                smoothing better.
             smoothing: Measure smoothing of the keys, too.
             rotation: Set rotation of the quantised parts before the scales are measured.
 
@@ -382,17 +382,7 @@ class KVCache:
             PlanError: A sample is empty or not finite, a layer stores no such part, or the constants are frozen.
         """
         for layer, tensors in batch.items():
-            constants = self._constants(layer)
-            for part, x in tensors.items():
-                if part not in constants:
-                    raise PlanError(f"layer {layer} stores no {part!r}; it stores {', '.join(sorted(constants))}")
-                quantised = constants[part].quantised
-                calibrate(
-                    constants[part],
-                    x,
-                    smoothing=smoothing and quantised and part in ("k", "latent", "rope"),
-                    rotation=rotation if quantised else None,
-                )
+            calibrate_layer(self._constants(layer), tensors, smoothing=smoothing, rotation=rotation)
 
     def _constants(self, layer: int) -> dict[str, Constants]:
         source = self.plan.source_layer(layer)

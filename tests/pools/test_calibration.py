@@ -103,6 +103,32 @@ def test_channels_come_out_equally_large_and_a_silent_one_is_not_blown_up() -> N
     assert (m.log().mean(-1).abs() < 1e-4).all()
 
 
+def test_with_queries_smoothing_gives_keys_and_queries_the_same_shape() -> None:
+    spread = torch.logspace(-1, 1, D)
+    k, q = normal(500, H, D) * spread, normal(500, 3 * H, D, seed=1) * spread.flip(0)
+    k[0] *= 1000  # a token that all attend to must not decide
+    m = smoothing_from(k, q)
+    stored = (k[1:] / m).abs().mean(0)
+    asked = (q * m.repeat_interleave(3, 0)).abs().reshape(500, H, 3, D).mean((0, 2))
+    ratio = stored / asked
+    assert ratio.max() / ratio.min() < 20  # of 10,000 before
+    assert (m.log().mean(-1).abs() < 1e-4).all()
+
+
+def test_a_latent_in_two_parts_takes_its_queries_in_order() -> None:
+    c = cache({"latent": "int8", "rope": "fp8"}, LatentKind(64, 32))
+    latent, rope = normal(T, 1, 64), normal(T, 1, 32, seed=1)
+    q = torch.cat([torch.full((T, 4, 64), 1.0), torch.full((T, 4, 32), 4.0)], -1)
+    q[..., 3], q[..., 64 + 5] = 16.0, 64.0
+    c.calibrate({0: {"rope": rope, "q": q, "latent": latent}}, smoothing=True)
+    for name, channel, x in (("latent", 3, latent), ("rope", 5, rope)):
+        m = c.pools.part(0, name).constants.smoothing
+        assert m is not None
+        want = (x.abs().mean(0) / torch.ones(x.shape[-1]).index_fill(0, torch.tensor([channel]), 16.0)).sqrt()
+        want = want / want.log().mean().exp()
+        assert torch.allclose(m, want, rtol=1e-4)
+
+
 def test_one_call_sets_a_layer_and_names_what_does_not_exist() -> None:
     c = cache({"k": "fp8-tensor", "v": "nvfp4"})
     m = torch.full((H, D), 2.0)

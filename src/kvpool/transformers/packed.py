@@ -64,11 +64,15 @@ class PackedCache(Cache):
         self.step: Step | None = None
 
     @torch.inference_mode()
-    def forward(self, step: Step) -> torch.Tensor:
+    def forward(self, step: Step, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Run the model over the tokens of an open step.
 
+        Args:
+            step: The tokens.
+            rows: `[n]` rows whose logits are wanted; `step.last_rows` by default.
+
         Returns:
-            Logits `[num_samples, vocabulary]` of the rows in `step.last_rows`.
+            Logits `[n, vocabulary]`.
         """
         self.step = step
         try:
@@ -77,7 +81,7 @@ class PackedCache(Cache):
                 position_ids=step.positions[None].long(),
                 cache=self,
                 use_cache=True,
-                logits_to_keep=step.last_rows.long(),
+                logits_to_keep=(step.last_rows if rows is None else rows).long(),
             )
         finally:
             self.step = None

@@ -1,0 +1,336 @@
+"""What a stored format costs in accuracy, on the user's model and text. Knows no command line and no picture.
+
+Two passes over real text, every token stored in the format, none kept aside:
+
+- the model runs on a cache of each format; its next-token distributions are compared with those of the unquantised
+  cache (KL divergence, agreement of the best token, perplexity);
+- the model runs once unquantised while every other cache sees the same queries, keys and values (`probe`): the error
+  of attention outputs, layer by layer and head by head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from kvpool.cache import KVCache
+from kvpool.codecs import get_codec
+from kvpool.errors import KVError
+from kvpool.measure.probe import Probe, logit_noise, outlier_ratio
+from kvpool.measure.variants import Variant
+from kvpool.plan import make_plan
+from kvpool.sequence import Sequence
+from kvpool.spec import CacheSpec
+from kvpool.transformers import PackedCache
+
+#: Above this standard deviation of the attention logits' error, keys count as broken: weights are off by e^0.5.
+BROKEN_LOGITS = 0.5
+#: Worst (layer, head) pairs that are named.
+NUM_WORST = 3
+#: Rows whose distributions are compared at once (memory: rows x vocabulary x 4 bytes, a few times).
+CHUNK_ROWS = 64
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Pieces of a text.
+
+    Attributes:
+        scored: Each `prefix + num_scored + 1` tokens.
+        calibration: Tokens of another text.
+        prefix: Tokens before the first scored position.
+    """
+
+    scored: tuple[torch.Tensor, ...]
+    calibration: torch.Tensor
+    prefix: int
+
+    @property
+    def num_scored(self) -> int:
+        """Scored positions of all windows."""
+        return sum(len(w) - self.prefix - 1 for w in self.scored)
+
+
+@dataclass(slots=True)
+class Row:
+    """The figures of one format; see `kvpool quality` for their names.
+
+    Attributes:
+        layers: Relative error of the attention output, by layer.
+        worst: (layer, KV head, relative error), worst first.
+        warnings: What a reader should know.
+    """
+
+    codec: str
+    bits_per_element: float
+    perplexity: float = math.nan
+    perplexity_change: float = math.nan
+    top1_agreement: float = math.nan
+    kl: float = math.nan
+    kl_stderr: float = math.nan
+    attention_error: float = math.nan
+    layers: dict[int, float] = field(default_factory=dict)
+    worst: list[tuple[int, int, float]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON has it."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"layers": list(self.layers.values())}
+
+
+def default_texts() -> tuple[str, str]:
+    """Return two texts, to score and to calibrate on: the documentation topics that come with the interpreter."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    keys = sorted(topics)
+    calibration = [key for key in keys if key.startswith("type")]
+    return tuple("\n\n".join(topics[k] for k in keys if (k in calibration) is c) for c in (False, True))  # type: ignore[return-value]
+
+
+def cut(ids: SequenceOf[int], calibration: SequenceOf[int], prefix: int, scored: int, num_windows: int) -> Windows:
+    """Cut a text into scored windows, evenly spread, the first at its start.
+
+    Args:
+        ids: Token ids of the text.
+        calibration: Token ids of another text; as many are used as a window has.
+        prefix: Tokens a window has before its first scored position.
+        scored: Scored positions of a window.
+        num_windows: Windows asked for.
+
+    Raises:
+        KVError: The text is too short.
+    """
+    length = prefix + scored + 1
+    if prefix < 1 or scored < 1 or num_windows < 1:
+        raise KVError(f"prefix, scored and windows must be positive, got {prefix}, {scored}, {num_windows}")
+    if len(ids) < length * num_windows:
+        raise KVError(
+            f"the text has {len(ids)} tokens; {num_windows} windows of {length} need {length * num_windows}: take fewer"
+            " or shorter windows, or more text"
+        )
+    tokens = torch.tensor(list(ids), dtype=torch.int64)
+    starts = [i * (len(ids) // num_windows) for i in range(num_windows)]
+    scored_windows = tuple(tokens[s : s + length] for s in starts)
+    return Windows(scored_windows, torch.tensor(list(calibration[:length]), dtype=torch.int64), prefix)
+
+
+class Meter:
+    """Measures formats on one model and one set of windows.
+
+    Args:
+        model: A causal language model of transformers, attending through kvpool.
+        windows: The text.
+        baseline: What the others are compared with.
+        backend: Of every cache.
+        progress: Called with a label after every forward pass.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        windows: Windows,
+        baseline: Variant,
+        *,
+        backend: str = "auto",
+        progress: Progress = lambda label: None,
+    ) -> None:
+        self.model = model
+        self.windows = windows
+        self.baseline = baseline
+        self.backend = backend
+        self.progress = progress
+        self.spec = CacheSpec.from_config(model.config)
+        self._sample: dict[int, dict[str, torch.Tensor]] | None = None
+
+    def num_passes(self, variants: SequenceOf[Variant]) -> int:
+        """Forward passes `measure` makes, for a progress bar."""
+        calibrating = any(v.needs_calibration for v in variants)
+        return (len(variants) + 1) * len(self.windows.scored) + 1 + calibrating
+
+    def measure(self, variants: SequenceOf[Variant]) -> list[Row]:
+        """Return the baseline's row and one for each variant."""
+        everyone = (self.baseline, *variants)
+        caches = [self.cache(v) for v in everyone]
+        tallies = [Tally() for _ in everyone]
+        for window in self.windows.scored:
+            exact = None
+            for variant, cache, tally in zip(everyone, caches, tallies, strict=True):
+                logits = self.logits(cache, window)
+                exact = logits if exact is None else exact
+                tally.add(exact, logits, window[self.windows.prefix + 1 :])
+                self.progress(variant.name)
+        rows = []
+        for variant, cache, tally in zip(everyone, caches, tallies, strict=True):
+            row = Row(variant.name, bits_per_element(cache))
+            tally.fill(row, tallies[0])
+            rows.append(row)
+        self._attention(caches, rows)
+        for row, cache in zip(rows, caches, strict=True):
+            _count_losses(row, cache)
+        return rows
+
+    def cache(self, variant: Variant) -> KVCache:
+        """Make a cache that holds one window, its constants set."""
+        length = max(len(w) for w in (*self.windows.scored, self.windows.calibration))
+        plan = make_plan(
+            self.spec,
+            codec=variant.codec,
+            max_tokens=length,
+            max_seq_len=length,
+            max_step_tokens=length,
+            max_sequences=1,
+        )
+        cache = KVCache(plan, backend=self.backend)
+        variant.prepare(cache, self.sample() if variant.needs_calibration else {})
+        return cache
+
+    def sample(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Return what the layers write and ask for the calibration tokens."""
+        if self._sample is None:
+            probe = Probe(self.cache(self.baseline), query_rows=None)
+            self._probe(probe, self.windows.calibration)
+            self._sample = {layer: {**kv, "q": probe.queries[layer]} for layer, kv in probe.written.items()}
+            self.progress("calibration")
+        return self._sample
+
+    def logits(self, cache: KVCache, window: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the scored positions, `[num_scored, vocabulary]`."""
+        return self._forward(cache, window, torch.arange(self.windows.prefix, len(window) - 1))
+
+    def _forward(self, cache: KVCache, window: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Run the model over a window that is forgotten afterwards; returns the logits of `rows`."""
+        sequence = cache.sequence(window.tolist())
+        with cache.step([(sequence, len(window))], commit=False) as step:
+            logits = PackedCache(cache, self.model).forward(step, rows=rows)
+        sequence.release(keep=False)
+        return logits
+
+    def _probe(self, probe: Probe, window: torch.Tensor) -> list[Sequence]:
+        """Run the model over a window on the probe's caches; returns the sequences they hold."""
+        caches = (probe.main, *probe.others)
+        sequences = [c.sequence(window.tolist()) for c in caches]
+        with ExitStack() as steps:
+            opened = [
+                steps.enter_context(c.step([(s, len(window))], commit=False))
+                for c, s in zip(caches, sequences, strict=True)
+            ]
+            probe.steps = opened[1:]
+            PackedCache(cast(KVCache, probe), self.model).forward(opened[0], rows=torch.tensor([0]))
+        return sequences
+
+    def _attention(self, caches: SequenceOf[KVCache], rows: SequenceOf[Row]) -> None:
+        """Fill the attention errors of the rows from one pass over the first window."""
+        probe = Probe(caches[0], caches[1:])
+        sequences = self._probe(probe, self.windows.scored[0])
+        self.progress("attention")
+        rows[0].attention_error = 0.0
+        rows[0].layers = dict.fromkeys(probe.written, 0.0)
+        for row, cache, sequence, errors in zip(rows[1:], caches[1:], sequences[1:], probe.errors, strict=True):
+            row.layers = errors.by_layer()
+            row.attention_error = sum(row.layers.values()) / len(row.layers)
+            heads = [(layer, h, float(e)) for layer, es in errors.relative().items() for h, e in enumerate(es)]
+            row.worst = sorted(heads, key=lambda x: -x[2])[:NUM_WORST]
+            row.warnings += broken_keys(row.codec, cache, sequence, probe)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one format's distributions were, position by position."""
+
+    kl: list[torch.Tensor] = field(default_factory=list)
+    agreed: list[torch.Tensor] = field(default_factory=list)
+    loss: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, exact: torch.Tensor, lossy: torch.Tensor, targets: torch.Tensor) -> None:
+        """Compare logits `[n, vocabulary]` with the exact ones and with the tokens that followed."""
+        for rows in torch.arange(len(targets)).split(CHUNK_ROWS):  # type: ignore[no-untyped-call]
+            p, q = exact[rows].float().log_softmax(-1), lossy[rows].float().log_softmax(-1)
+            self.kl.append((p.exp() * (p - q)).sum(-1).double())
+            self.agreed.append(p.argmax(-1) == q.argmax(-1))
+            self.loss.append(-q.gather(1, targets[rows, None])[:, 0].double())
+
+    def fill(self, row: Row, baseline: Tally) -> None:
+        """Write the means into a row."""
+        kl = torch.cat(self.kl)
+        loss, exact = float(torch.cat(self.loss).mean()), float(torch.cat(baseline.loss).mean())
+        row.kl = float(kl.mean())
+        row.kl_stderr = float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else math.nan
+        row.top1_agreement = float(torch.cat(self.agreed).double().mean())
+        row.perplexity = math.exp(loss)
+        row.perplexity_change = math.exp(loss - exact) - 1
+
+
+def bits_per_element(cache: KVCache) -> float:
+    """Return the stored bits for one element of keys, values and latents, scales included."""
+    bits = elements = 0.0
+    for group in cache.plan.groups:
+        for pool in () if group.is_state else group.pools:
+            vectors = pool.num_heads * len(pool.layers) * pool.kv_factor
+            bits += vectors * pool.vector.dim * get_codec(pool.codec).bits_per_element(pool.vector)
+            elements += vectors * pool.vector.dim
+    return bits / elements
+
+
+def broken_keys(name: str, cache: KVCache, sequence: Sequence, probe: Probe) -> list[str]:
+    """Return a warning when a format loses what keys say.
+
+    Args:
+        name: Of the format.
+        cache: Holds the probe's tokens in that format.
+        sequence: Those tokens.
+        probe: What the model wrote and asked.
+    """
+    worst: tuple[float, int, int, float] | None = None
+    num_broken = num_heads = 0
+    for layer, tensors in probe.written.items():
+        exact = tensors["k"] if "k" in tensors else torch.cat([tensors["latent"], tensors["rope"]], -1)
+        decoded = cache.read(layer, sequence)
+        lossy = decoded[0] if "k" in tensors else torch.cat(decoded, -1)
+        noise = logit_noise(probe.queries[layer], exact, lossy, probe.scales[layer])
+        ratio = outlier_ratio(exact)
+        num_broken += int((noise > BROKEN_LOGITS).sum())
+        num_heads += len(noise)
+        head = int(noise.argmax())
+        if worst is None or float(noise[head]) > worst[0]:
+            worst = (float(noise[head]), layer, head, float(ratio[head]))
+    if worst is None or not num_broken:
+        return []
+    off_by, layer, head, outliers = worst
+    return [
+        f"{name} breaks keys: in {num_broken} of {num_heads} heads attention logits are off by more than"
+        f" {BROKEN_LOGITS} (standard deviation), most in layer {layer}, head {head}, by {off_by:.2f}, where"
+        f" the largest channel is {outliers:.0f} times the median one; try +smoothing or +rotation, or 8 bits for K"
+    ]
+
+
+def _count_losses(row: Row, cache: KVCache) -> None:
+    """Add a warning for what constant scales lost."""
+    table = cache.pools.constants
+    saturated = sum(c.counts.saturated for c in table.values())
+    nonfinite = sum(c.counts.nonfinite for c in table.values())
+    if saturated or nonfinite:
+        layers = sorted({layer for (layer, _), c in table.items() if c.counts.saturated or c.counts.nonfinite})
+        row.warnings.append(
+            f"{row.codec}: {saturated} elements were beyond the largest code and {nonfinite} not finite, in"
+            f" {len(layers)} layers (first: {layers[0]})"
+        )
+
+
+def measure(
+    model: Any, windows: Windows, baseline: Variant, variants: SequenceOf[Variant], **options: Any
+) -> list[Row]:
+    """Measure formats on a model: the baseline's row, then one for each variant. See `Meter` for the options."""
+    return Meter(model, windows, baseline, **options).measure(variants)
+
+
+def report(rows: SequenceOf[Row], **facts: object) -> Mapping[str, Any]:
+    """Return the JSON object of `kvpool quality`."""
+    return {**facts, "rows": [row.to_dict() for row in rows]}
