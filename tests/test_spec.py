@@ -120,6 +120,10 @@ def test_every_rule_names_the_file_it_was_read_from() -> None:
         ({"num_key_value_heads": None, "multi_query_attention": False, "multi_query_group_num": 2}, 8),
         ({"num_key_value_heads": None, "attn_config": {"kv_n_heads": 4}}, 4),
         ({"num_key_value_heads": None, "attn_config": {"attn_type": "multiquery_attention"}}, 1),
+        ({"num_key_value_heads": None, "num_attention_groups": 4}, 4),
+        ({"num_key_value_heads": None, "num_key_value_heads_per_layer": [4, 2, 2, 2]}, 4),
+        ({"kv_lora_rank": 0}, 2),
+        ({"v_head_dim": 0}, 2),
     ],
 )
 def test_kv_heads_are_found_under_all_their_names(fields: dict[str, Any], heads: int) -> None:
@@ -157,7 +161,8 @@ def test_global_layers_may_have_heads_and_sizes_of_their_own() -> None:
 def test_per_layer_config_and_lists_apply_to_their_layer() -> None:
     found = spec(per_layer_config={"01": {"head_dim": 64}, "3": {"num_key_value_heads": 8}})
     assert [layer.kinds[0] for layer in found.layers] == [KV, KVKind(2, 64), KV, KVKind(8, 32)]
-    found = spec(num_key_value_heads=[1, 2, 4, 8])
+    found = spec(num_key_value_heads=[1, 2, 4, 8], num_attention_heads=[8, 8, 8, 16])
+    assert found.num_q_heads == 8
     assert [layer.kinds[0].num_kv_heads for layer in found.layers] == [1, 2, 4, 8]  # type: ignore[union-attr]
 
 
@@ -178,6 +183,9 @@ def test_per_layer_config_and_lists_apply_to_their_layer() -> None:
         ({}, [64] * 4),
         ({"hybrid_layer_pattern": [0, 1, 1, 0]}, [None, 64, 64, None]),
         ({"attention_types": [[["global", "local"], 2]]}, [None, 64, None, 64]),
+        ({"sliding_window": [64, None, 0, 32]}, [64, None, None, 32]),
+        ({"sliding_window": -1}, [None] * 4),
+        ({"layer_switch": 4}, [64, 64, 64, None]),
         ({"model_type": "gemma2"}, [64, None, 64, None]),
         ({"model_type": "gemma3_text"}, [64, 64, 64, 64]),
         ({"model_type": "cohere2"}, [64, 64, 64, None]),
@@ -189,7 +197,7 @@ def test_per_layer_config_and_lists_apply_to_their_layer() -> None:
 def test_windows_follow_lists_patterns_flags_and_the_rules_of_the_code(
     fields: dict[str, Any], want: list[int | None]
 ) -> None:
-    assert windows(spec(sliding_window=64, **fields)) == want
+    assert windows(spec(**{"sliding_window": 64, **fields})) == want
 
 
 def test_a_null_window_is_no_window_even_where_the_code_has_a_default() -> None:
@@ -287,6 +295,15 @@ def test_lightning_layers_keep_a_square_a_head_and_need_kv_heads_said() -> None:
     assert states(found, 0) == {"ssm": ((8, 32, 32), "fp32")}
     with pytest.raises(SpecError, match="num_key_value_heads"):
         spec(attn_type_list=[0, 0, 0, 1], num_key_value_heads=None)
+
+
+def test_attention_of_a_zamba_layer_is_twice_as_wide_whatever_kv_channels_says() -> None:
+    found = spec(
+        model_type="zamba2", head_dim=None, kv_channels=32, layers_block_type=["mamba", "hybrid"] * 2, mamba_d_state=16,
+        mamba_d_conv=4, mamba_expand=2, mamba_ngroups=1, n_mamba_heads=8,
+    )  # fmt: skip
+    assert found.layers[1].kinds[0] == KVKind(2, 64)
+    assert states(found, 0) == {"conv": ((512 + 32, 3), "bf16"), "ssm": ((8, 64, 16), "bf16")}
 
 
 def test_short_convolutions_and_recurrent_units_are_states_too() -> None:

@@ -10,10 +10,12 @@ from kvpool.families.fields import MAX_TOKENS, Fields
 from kvpool.families.layer_types import CHUNKED, HYBRID_SLIDING, INDEXED, SLIDING, LayerType, window_of
 from kvpool.kinds import FULL, IndexerKind, Kind, KVKind, LatentKind, Lifetime
 
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "num_query_heads")
+KV_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_attention_groups",
+)  # fmt: skip
 HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels", "d_head")
-HIDDEN = ("hidden_size", "n_embd", "d_model")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "model_dim")
 #: Fields that may be a list with one entry a layer.
 PER_LAYER = (*HEADS, *KV_HEADS, *HEAD_DIM, "v_head_dim", "sliding_window")
 
@@ -27,6 +29,8 @@ def layer_fields(fields: Fields, index: int) -> Fields:
     changes: dict[str, Any] = {}
     for name in PER_LAYER:
         value = fields.data.get(name)
+        if not isinstance(value, list | tuple):
+            value = fields.data.get(f"{name}_per_layer")
         if isinstance(value, list | tuple):
             if index >= len(value):
                 raise SpecError(f"{fields.where}.{name} has {len(value)} entries and none for layer {index}")
@@ -45,10 +49,7 @@ def num_q_heads(fields: Fields) -> int:
     Raises:
         SpecError: The config does not say.
     """
-    heads = fields.integer(*HEADS)
-    if heads is None:
-        heads = layer_fields(fields, 0).need(*HEADS)
-    return heads
+    return layer_fields(fields, 0).need(*HEADS)
 
 
 def lifetime_of(fields: Fields, kind: LayerType) -> Lifetime:
@@ -69,7 +70,7 @@ def token_kinds(fields: Fields, kind: LayerType, indexed: bool) -> tuple[Kind, .
         kind: The layer's type.
         indexed: Whether the layer has an indexer of its own.
     """
-    if fields.has("kv_lora_rank") and fields.flag("use_mla", True):
+    if fields.get("kv_lora_rank") and fields.flag("use_mla", True):
         if fields.has("head_dim") and "head_dim" in fields.data:
             fields.note("head_dim is ignored: with kv_lora_rank the cache holds latents")
         latent = LatentKind(fields.need("kv_lora_rank"), fields.integer("qk_rope_head_dim", least=0) or 0)
@@ -103,7 +104,7 @@ def _heads(fields: Fields, kind: LayerType) -> KVKind:
     kv = _kv_heads(fields, heads) if kv is None else kv
     dim = fields.integer(*before["dim"]) if before["dim"] else None
     dim = _head_dim(fields, heads) if dim is None else dim
-    value = fields.integer(*before["v"], "v_head_dim")
+    value = fields.integer(*before["v"], "v_head_dim", least=0)
     if kv > heads or heads % kv:
         raise SpecError(f"{fields.where}: {heads} query heads do not divide over {kv} KV heads")
     return KVKind(kv, dim, value or dim)
@@ -130,8 +131,8 @@ def _kv_heads(fields: Fields, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, heads: int) -> int:
-    said = fields.integer(*HEAD_DIM)
-    if said is not None:
+    said = fields.integer(*HEAD_DIM, least=0)
+    if said:
         return said
     hidden = fields.need(*HIDDEN)
     if hidden % heads:

@@ -40,6 +40,8 @@ NAMES = {
 }  # fmt: skip
 #: Fields that list a type for every layer.
 LISTS = ("layer_types", "layers_block_type", "layer_block_types")
+#: Names of the number of layers.
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
 #: Names of the length of a window.
 WINDOW = ("sliding_window", "sliding_window_size", "attention_window_size", "window_size")
 
@@ -50,13 +52,13 @@ def count_layers(fields: Fields) -> int:
     Raises:
         SpecError: Neither is there.
     """
-    said = fields.integer("num_hidden_layers", "n_layer", "n_layers", "num_layers", least=1, most=MAX_LAYERS)
+    said = fields.integer(*LAYERS, least=1, most=MAX_LAYERS)
     for name in (*LISTS, "hybrid_override_pattern", "block_configs"):
         listed = fields.data.get(name)
         if said is None and isinstance(listed, list | tuple | str):
             fields.note(f"num_hidden_layers is not in the config: {len(listed)}, the length of {name}")
             return fields.check("num_hidden_layers", len(listed), 1, MAX_LAYERS)
-    return said if said is not None else fields.need("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return said if said is not None else fields.need(*LAYERS)
 
 
 def layer_type(fields: Fields, field: str, index: int, name: object) -> LayerType:
@@ -189,12 +191,19 @@ def _windowed(fields: Fields, num_layers: int) -> list[LayerType] | None:
         return None
     if not fields.flag("use_sliding_window", True):
         return [FULL] * num_layers
+    length = fields.get(*WINDOW)
+    if isinstance(length, list | tuple) and len(length) >= num_layers:
+        return [SLIDING if x else FULL for x in length[:num_layers]]
+    if type(length) is int and length <= 0:
+        fields.note(f"a window of {length} is none")
+        return [FULL] * num_layers
     pattern = fields.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:
         if set(pattern) - {"L", "G"}:
             raise SpecError(f"{fields.where}.sliding_window_pattern must be of L and G, got {pattern[:60]!r}")
         return [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(num_layers)]
-    period = fields.integer("sliding_window_pattern", "global_attn_every_n_layers", least=0, most=MAX_LAYERS)
+    names = ("sliding_window_pattern", "global_attn_every_n_layers", "layer_switch")
+    period = fields.integer(*names, least=0, most=MAX_LAYERS)
     if period is not None:
         return [SLIDING if not period or (i + 1) % period else FULL for i in range(num_layers)]
     first = fields.integer("max_window_layers", least=0, most=MAX_LAYERS)

@@ -31,7 +31,7 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "tex
 #: Names of the longest sequence.
 SEQ_LEN = (
     "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx",
-    "model_max_length", "context_length",
+    "model_max_length", "context_length", "max_context_length",
 )  # fmt: skip
 #: Longest sequence where the config does not say.
 DEFAULT_SEQ_LEN = 8192

@@ -94,6 +94,12 @@ def _mimo_v2(fields: Fields) -> dict[str, Any]:
     return {"swa_num_key_value_heads": 2 * fields.need("num_key_value_heads")}
 
 
+def _zamba2(fields: Fields) -> dict[str, Any]:
+    if "attention_head_dim" in fields.data or "attention_head_dim" in fields.defaults:
+        return {}
+    return {"attention_head_dim": 2 * fields.need("hidden_size") // fields.need("num_attention_heads")}
+
+
 def _dory(fields: Fields) -> dict[str, Any]:
     """Released configs list attention and MLP blocks one by one; a layer is a pair of them."""
     types = fields.data.get("layer_types")
@@ -191,7 +197,8 @@ RULES: dict[str, Rule] = {
     "lfm2": Rule("lfm2/configuration_lfm2.py", types=each(lambda i, n: FULL)),
     "lfm2_moe": Rule("lfm2_moe/configuration_lfm2_moe.py", types=each(lambda i, n: FULL)),
     "lfm3": Rule("lfm3/configuration_lfm3.py", types=each(_lfm3)),
-    "zamba": Rule("zamba/configuration_zamba.py", types=each(_zamba)),
+    "zamba": Rule("zamba/configuration_zamba.py", types=each(_zamba), prepare=_zamba2),
+    "zamba2": Rule("zamba2/configuration_zamba2.py", prepare=_zamba2),
     "falcon_h1": Rule("falcon_h1/configuration_falcon_h1.py", types=each(lambda i, n: HYBRID)),
     "granitemoehybrid": Rule("granitemoehybrid/configuration_granitemoehybrid.py", types=_LINEAR),
     "bamba": Rule("bamba/configuration_bamba.py", types=_LINEAR),

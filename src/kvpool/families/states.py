@@ -12,6 +12,8 @@ from kvpool.families.fields import Fields
 from kvpool.families.layer_types import CONV, HYBRID, HYBRID_SLIDING, LayerType
 from kvpool.kinds import Kind, KVKind, StateKind
 
+#: Fields that only models with lightning attention have.
+LIGHTNING = ("attn_type_list", "linear_attn_alpha_factor", "layernorm_linear_attention_alpha", "layer_group_size")
 SSM_DTYPE = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
 KERNEL = ("linear_conv_kernel_dim", "short_conv_kernel_size", "mamba_d_conv", "conv_kernel", "d_conv")
 
@@ -49,7 +51,7 @@ def state_kinds(fields: Fields, kind: LayerType, model_dtype: str, beside: tuple
         return _mamba2(fields, model_dtype)
     if fields.has("mamba_d_state", "state_size", "ssm_state_size"):
         return _mamba1(fields, model_dtype)
-    if fields.has("attn_type_list") or fields.has("linear_attn_alpha_factor", "layernorm_linear_attention_alpha"):
+    if fields.has(*LIGHTNING):
         return _lightning(fields)
     raise SpecError(
         f"{fields.where} has a {kind.value} layer, and the fields of no known recurrence (gated delta net, KDA, Mamba 1"

@@ -148,7 +148,8 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that decides a byte: equal in every process, another when a byte moves."""
-        return _digest(serialise.encode(replace(self, notes=(), spec=replace(self.spec, notes=(), model=""))))
+        spec = replace(self.spec, notes=(), model="", kv_codec_hint="")
+        return _digest(serialise.encode(replace(self, notes=(), spec=spec)))
 
     @property
     def block_format(self) -> str:
@@ -156,7 +157,7 @@ class Plan:
 
         Plans with equal block formats can hand each other whole blocks.
         """
-        spec = replace(self.spec, notes=(), model="", max_seq_len=1)
+        spec = replace(self.spec, notes=(), model="", kv_codec_hint="", max_seq_len=1)
         groups = [[g.name, g.tokens_per_block, serialise.encode(g.lifetime), _inside(g)] for g in self.groups]
         return _digest([serialise.encode(spec), groups, self.tp_rank, self.tp_size])
 
