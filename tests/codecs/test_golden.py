@@ -10,24 +10,32 @@ import pytest
 import torch
 from golden_cases import CASES, GOLDEN, NUM_BLOCKS, SLOTS, Case, constants, golden_bytes, parts, tensors
 
-from kvpool.backends.reference import ReferenceBackend
+from kvpool.backends import get_backend
 from kvpool.codecs import CODECS
 from kvpool.pools import Pools
+from kvpool.step import StepBuffers
 
 
 def ids(case: Case) -> str:
     return case.name
 
 
-def written_pools(case: Case) -> Pools:
-    """Pools of the case, cleared and written by the reference backend."""
+def written_pools(case: Case, backend_name: str) -> Pools:
+    """Pools of the case, cleared and written by a backend."""
     plan = case.plan()
     pools = Pools(plan)
     for block in range(NUM_BLOCKS):
         for piece in pools.slabs[0].block_bytes(block):
             piece.zero_()
-    backend = ReferenceBackend()
-    step: Any = SimpleNamespace(groups=(SimpleNamespace(slots=torch.tensor(SLOTS)),))
+    backend = get_backend(backend_name, "cpu")
+    buffers = StepBuffers(plan)
+    buffers.groups[0].slots[: len(SLOTS)] = torch.tensor(SLOTS)
+    buffers.cu_seqlens[1] = len(SLOTS)
+    buffers.groups[0].seq_lens[0] = len(SLOTS)
+    groups = (SimpleNamespace(slots=buffers.groups[0].slots[: len(SLOTS)]),)
+    step: Any = SimpleNamespace(buffers=buffers, groups=groups, num_sequences=1, total_tokens=len(SLOTS))
+    backend.prepare(pools, buffers)
+    backend.begin(step)
     for layer, name in parts(plan):
         part = pools.part(layer, name)
         given = constants(case, layer, name, part.codec.name, part.num_heads, part.vector.dim)
@@ -50,9 +58,10 @@ def test_the_definitions_still_give_the_kept_bytes(case: Case) -> None:
     assert golden_bytes(case) == (GOLDEN / f"{case.name}.bin").read_bytes()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_a_pool_holds_the_kept_bytes_at_its_address(case: Case) -> None:
-    pools = written_pools(case)
+def test_a_pool_holds_the_kept_bytes_at_its_address(case: Case, backend: str) -> None:
+    pools = written_pools(case, backend)
     kept = (GOLDEN / f"{case.name}.bin").read_bytes()
     assert ctypes.string_at(pools.slabs[0].address, len(kept)) == kept
 
