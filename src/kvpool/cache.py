@@ -10,6 +10,7 @@ import torch
 
 from kvpool import ops
 from kvpool.backends import Attention, get_backend
+from kvpool.codecs import Counts
 from kvpool.errors import LayoutError, PlanError, UnsupportedError
 from kvpool.kinds import StateKind
 from kvpool.ledger import Ledger, Media, Retention, Stats
@@ -383,6 +384,11 @@ class KVCache:
         """
         for layer, tensors in batch.items():
             calibrate_layer(self._constants(layer), tensors, smoothing=smoothing, rotation=rotation)
+
+    def lost(self) -> dict[tuple[int, str], Counts]:
+        """Return what constant scales lost so far, by (layer, part): saturated, flushed and non-finite elements."""
+        constants = self.pools.constants
+        return {key: self.backend.counts(self.pools.part(*key)) for key, c in constants.items() if c.needs_scale}
 
     def _constants(self, layer: int) -> dict[str, Constants]:
         source = self.plan.source_layer(layer)

@@ -105,6 +105,9 @@ def test_constant_scales_are_measured_on_other_text_and_their_losses_told(model:
     assert rows["int8-tensor"].kl > rows["int8"].kl
     assert rows["int8-tensor:unit"].kl > 10 * rows["int8-tensor"].kl
     assert rows["fp8-tensor"].kl < 0.1
+    (warning,) = [w for w in rows["int8-tensor:unit"].warnings if "constant scale" in w]
+    assert "stored as zero" in warning
+    assert not rows["int8"].warnings
 
 
 def test_rotation_and_smoothing_change_the_result_and_keep_it_sound(model: Any, ids: list[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import kvpool as kv
+from kvpool.codecs import Counts, Vector, get_codec
 from kvpool.kinds import KVKind, LatentKind, LayerSpec
 from kvpool.pools.calibration import smoothing_from
 
@@ -148,6 +149,28 @@ def test_a_latent_takes_its_constants_under_its_own_name() -> None:
     c.set_constants(1, latent=0.125, smoothing=torch.full((96,), 0.5), rotation=True)
     latent = c.pools.part(1, "latent").constants
     assert (latent.scale, latent.rotation_block) == (0.125, 32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("codec", "scale"), [("int8-tensor", 0.01), ("fp8-tensor", 1e-3), ("nvfp4", 1e-4), ("nvfp4", 1e4)]
+)
+def test_every_backend_counts_what_a_scale_loses(backend: str, codec: str, scale: float) -> None:
+    spec = kv.CacheSpec((LayerSpec((KVKind(H, D),)),) * 2)
+    c = kv.KVCache(kv.make_plan(spec, 1 << 20, codec={"k": codec, "v": "fp8"}, tokens_per_block=16), backend=backend)
+    c.set_constants(1, k=scale)
+    k = normal(T, H, D)
+    k[3, 1] = torch.nan
+    stored(c, 1, k, k)
+    lost = c.lost()
+    assert set(lost) == {(0, "k"), (1, "k")}
+    got = lost[1, "k"]
+    want = Counts()
+    get_codec(codec).encode(k, Vector((D,)), scale, want)
+    assert got == want
+    assert got.saturated + got.flushed > 0
+    assert got.nonfinite == (D if codec == "int8-tensor" else 0)
+    assert lost[0, "k"] == Counts()
 
 
 def test_scales_come_by_name_by_checkpoint_or_by_mapping(tmp_path: Path) -> None:

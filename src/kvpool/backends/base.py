@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from kvpool.codecs import Counts
 from kvpool.kinds import FULL, Lifetime
 from kvpool.pools import Part, Pools
 from kvpool.step import Step, StepBuffers
@@ -91,6 +92,9 @@ class Backend(Protocol):
 
     def move(self, pools: Pools, group: int, slots: Sequence[tuple[int, int]]) -> None:
         """Copy tokens `(source slot, destination slot)` of a group one after another, all planes and layers."""
+
+    def counts(self, part: Part) -> Counts:
+        """Return what the part's constant scale lost so far."""
 
     def forget(self) -> None:
         """Drop what was derived from constants, after they were thawed."""

@@ -9,6 +9,7 @@ import torch
 
 from kvpool import _native
 from kvpool.backends.base import Attention
+from kvpool.codecs import Counts
 from kvpool.errors import UnsupportedError
 from kvpool.pools import Part, Plane, Pools
 from kvpool.step import Step, StepBuffers
@@ -115,6 +116,9 @@ class CpuBackend:
     def begin(self, step: Step) -> None:
         for view, heads in zip(self._views[step.buffers], self._heads, strict=True):
             view.plan(step.num_sequences, step.total_tokens, self.num_threads, heads)
+
+    def counts(self, part: Part) -> Counts:
+        return Counts(*self._store(part).counters()) if part in self._stores else Counts()
 
     def forget(self) -> None:
         self._stores.clear()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvpool.backends.base import Attention
+from kvpool.codecs import Counts
 from kvpool.codecs.rotation import restore, transform
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
@@ -34,6 +35,9 @@ class ReferenceBackend:
 
     def begin(self, step: Step) -> None:
         pass
+
+    def counts(self, part: Part) -> Counts:
+        return part.constants.counts
 
     def forget(self) -> None:
         pass

@@ -12,7 +12,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "address": ("kvpool.cli.address", "address"),
     "inspect": ("kvpool.cli.inspect", "inspect"),
     "cache": ("kvpool.cli.cache", "app"),
-    "quality": ("kvpool.cli.quality", "quality"),
 }
 
 

@@ -32,6 +32,8 @@ from kvpool.transformers import PackedCache
 
 #: Above this standard deviation of the attention logits' error, keys count as broken: weights are off by e^0.5.
 BROKEN_LOGITS = 0.5
+#: Above this share of elements stored as zero a constant scale is too large.
+FLUSHED_SHARE = 0.125
 #: Worst (layer, head) pairs that are named.
 NUM_WORST = 3
 #: Rows whose distributions are compared at once (memory: rows x vocabulary x 4 bytes, a few times).
@@ -173,8 +175,9 @@ class Meter:
             tally.fill(row, tallies[0])
             rows.append(row)
         self._attention(caches, rows)
+        num_tokens = sum(map(len, self.windows.scored)) + len(self.windows.scored[0])
         for row, cache in zip(rows, caches, strict=True):
-            _count_losses(row, cache)
+            row.warnings += lossy_scales(row.codec, cache, num_tokens)
         return rows
 
     def cache(self, variant: Variant) -> KVCache:
@@ -311,24 +314,24 @@ def broken_keys(name: str, cache: KVCache, sequence: Sequence, probe: Probe) -> 
     ]
 
 
-def _count_losses(row: Row, cache: KVCache) -> None:
-    """Add a warning for what constant scales lost."""
-    table = cache.pools.constants
-    saturated = sum(c.counts.saturated for c in table.values())
-    nonfinite = sum(c.counts.nonfinite for c in table.values())
-    if saturated or nonfinite:
-        layers = sorted({layer for (layer, _), c in table.items() if c.counts.saturated or c.counts.nonfinite})
-        row.warnings.append(
-            f"{row.codec}: {saturated} elements were beyond the largest code and {nonfinite} not finite, in"
-            f" {len(layers)} layers (first: {layers[0]})"
-        )
-
-
-def measure(
-    model: Any, windows: Windows, baseline: Variant, variants: SequenceOf[Variant], **options: Any
-) -> list[Row]:
-    """Measure formats on a model: the baseline's row, then one for each variant. See `Meter` for the options."""
-    return Meter(model, windows, baseline, **options).measure(variants)
+def lossy_scales(name: str, cache: KVCache, num_tokens: int) -> list[str]:
+    """Return a warning for what constant scales lost of the tokens written so far."""
+    worst: tuple[float, int, str, float, float] | None = None
+    for (layer, part), counts in cache.lost().items():
+        stored = cache.pools.part(layer, part)
+        elements = num_tokens * stored.num_heads * stored.vector.dim
+        saturated, flushed = (counts.saturated + counts.nonfinite) / elements, counts.flushed / elements
+        if saturated and (worst is None or saturated > worst[0]):
+            worst = (saturated, layer, part, saturated, flushed)
+        elif flushed > FLUSHED_SHARE and (worst is None or flushed > worst[0]):
+            worst = (flushed, layer, part, saturated, flushed)
+    if worst is None:
+        return []
+    _, layer, part, saturated, flushed = worst
+    return [
+        f"{name}: the constant scale of layer {layer}, {part}, is the worst: {100 * saturated:.3g} % of its elements"
+        f" were beyond the largest code, {100 * flushed:.3g} % were stored as zero"
+    ]
 
 
 def report(rows: SequenceOf[Row], **facts: object) -> Mapping[str, Any]:
