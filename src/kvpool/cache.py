@@ -53,7 +53,8 @@ class KVCache:
         self.pools = Pools(plan, device, touch=touch)
         self.ledger = Ledger(plan, policy=policy) if clock is None else Ledger(plan, clock=clock, policy=policy)
         self._layers = tuple(LayerParts.of(self.pools, layer) for layer in range(plan.spec.num_layers))
-        self._buffers = (StepBuffers(plan), StepBuffers(plan))
+        first = StepBuffers(plan, device)
+        self._buffers = (first, StepBuffers(plan, device, share=first))
         for buffers in self._buffers:
             self.backend.prepare(self.pools, buffers)
         self._turn = 0
@@ -92,12 +93,19 @@ class KVCache:
         )
         return Sequence(self.ledger, handle)
 
-    def step(self, items: SequenceOf[tuple[Sequence, int]], *, commit: bool = True) -> Step:
+    def step(
+        self,
+        items: SequenceOf[tuple[Sequence, int]],
+        *,
+        commit: bool = True,
+        pad_to: tuple[int, int] | None = None,
+    ) -> Step:
         """Open a step: match, allocate all or nothing, copy what is written while shared, fill the tensors.
 
         Args:
             items: `(sequence, most tokens to compute)`, served in this order.
             commit: Make filled blocks matchable when the step ends.
+            pad_to: (sequences, tokens) to give the tensors, whatever the step has; rows behind it write nothing.
 
         Raises:
             OutOfBlocks: Not all sequences fit; nothing has changed.
@@ -107,7 +115,7 @@ class KVCache:
         self._turn ^= 1
         for group, copies in decision.copies_by_group():
             self.backend.copy(self.pools, group, copies)
-        step = Step(buffers, decision, self._close)
+        step = Step(buffers, decision, self._close, pad_to)
         self.backend.begin(step)
         return step
 
@@ -280,10 +288,10 @@ class KVCache:
             raise PlanError(f"layer {layer} stores no keys")
         tables, n = step.groups[parts.v.group], parts.v.tokens_per_block
         lengths = tables.seq_lens.long()
-        indptr = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        indptr = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
         indptr[1:] = lengths.cumsum(0)
         row = torch.repeat_interleave(lengths)  # [tokens]: its sequence
-        token = torch.arange(int(indptr[-1])) - indptr[row]
+        token = torch.arange(int(indptr[-1]), device=lengths.device) - indptr[row]
         block = tables.block_table[row, token // n].long()
         slots = torch.where(block >= 0, block * n + token % n, -1)
         return (*self._read(parts, slots), indptr)
@@ -307,13 +315,13 @@ class KVCache:
         n = parts.v.tokens_per_block
         token = torch.arange(length)
         block = torch.tensor(table, dtype=torch.int64)[token // n]
-        return self._read(parts, torch.where(block >= 0, block * n + token % n, -1))
+        return self._read(parts, torch.where(block >= 0, block * n + token % n, -1).to(self.device))
 
     def _read(self, parts: LayerParts, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Decode the tokens at `slots` of each part, keys first."""
         out = []
         for part in dict.fromkeys(p for p in (*parts.k, parts.v) if p is not None):
-            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim)))
+            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim), device=slots.device))
             self.backend.read(part, slots, out[-1])
         return tuple(out)
 

@@ -1,7 +1,7 @@
 """The index tensors of one forward pass, at addresses that never change. Knows no pool and no kernel.
 
-The ledger fills plain arrays; here they are wrapped as tensors once. Two buffers rotate, so that one step can be
-filled while the last is still read.
+The ledger fills plain arrays; here they are wrapped as tensors once, or staged to a device. Two buffers rotate, so that
+one step can be filled while the last is still read.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvpool.errors import KVError
 from kvpool.ledger import StepArrays, StepDecision
 from kvpool.plan import Plan
+from kvpool.pools.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +41,75 @@ class GroupTensors:
 
 
 class StepBuffers:
-    """The arrays of one step at their full capacities, as tensors on the same memory."""
+    """The arrays of one step at their full capacities, and the tensors kernels read.
 
-    def __init__(self, plan: Plan) -> None:
+    On the CPU the tensors are the arrays. On a device they are brought there by one copy a step, to addresses that all
+    the buffers of a cache share: a captured graph reads whatever the last copy brought.
+
+    Args:
+        plan: Capacities.
+        device: Where the tensors are.
+        share: Buffers whose tensors are to be these ones' as well.
+        staged: Whether tensors are copies; by default, where the device is not the CPU.
+
+    Attributes:
+        root: The buffers whose tensors these are.
+    """
+
+    def __init__(
+        self, plan: Plan, device: str = "cpu", *, share: StepBuffers | None = None, staged: bool | None = None
+    ) -> None:
         self.arrays = StepArrays.from_plan(plan)
-        self.token_ids = torch.from_numpy(self.arrays.token_ids)
-        self.positions = torch.from_numpy(self.arrays.positions)
-        self.cu_seqlens = torch.from_numpy(self.arrays.cu_seqlens)
-        self.num_tokens = torch.from_numpy(self.arrays.num_tokens)
-        self.last_rows = torch.from_numpy(self.arrays.last_rows)
-        self.sample_seqs = torch.from_numpy(self.arrays.sample_seqs)
-        self.groups = tuple(
-            GroupTensors(
-                torch.from_numpy(g.slots),
-                torch.from_numpy(g.block_table),
-                torch.from_numpy(g.seq_lens),
-                torch.from_numpy(g.read_slots),
-                torch.from_numpy(g.write_slots),
+        self.root = self
+        a = self.arrays
+        flat: list[NDArray[np.generic]] = [
+            a.token_ids,
+            a.positions,
+            a.cu_seqlens,
+            a.num_tokens,
+            a.last_rows,
+            a.sample_seqs,
+        ]
+        for g in a.groups:
+            flat += [g.slots, g.block_table, g.seq_lens, g.read_slots, g.write_slots]
+        self._staging: Staging | None = None
+        tensors = tuple(torch.from_numpy(array) for array in flat)
+        if staged or (staged is None and torch.device(device).type != "cpu"):
+            self._staging = Staging(flat, device, None if share is None else share._staging)
+            tensors = self._staging.tensors
+            self.root = self if share is None else share.root
+        self.token_ids, self.positions, self.cu_seqlens, self.num_tokens, self.last_rows, self.sample_seqs = tensors[:6]
+        self.groups = tuple(GroupTensors(*tensors[i : i + 5]) for i in range(6, len(tensors), 5))
+
+    def pad(self, num_sequences: int, num_tokens: int, num_samples: int, pad_to: tuple[int, int]) -> None:
+        """Fill the rows behind a step with sequences of no token and tokens that are written nowhere.
+
+        Raises:
+            KVError: The step is larger than `pad_to`, or that is larger than the plan.
+        """
+        rows, tokens = pad_to
+        a = self.arrays
+        if not (num_sequences <= rows <= len(a.num_tokens) and num_tokens <= tokens <= len(a.token_ids)):
+            raise KVError(
+                f"pad_to={pad_to} must hold the step's {num_sequences} sequences and {num_tokens} tokens, and fit the"
+                f" plan's {len(a.num_tokens)} and {len(a.token_ids)}"
             )
-            for g in self.arrays.groups
-        )
+        a.token_ids[num_tokens:tokens] = 0
+        a.positions[num_tokens:tokens] = 0
+        a.cu_seqlens[num_sequences + 1 : rows + 1] = num_tokens
+        a.num_tokens[num_sequences:rows] = 0
+        a.last_rows[num_samples:rows] = 0
+        a.sample_seqs[num_samples:rows] = 0
+        for g in a.groups:
+            g.slots[num_tokens:tokens] = -1
+            g.seq_lens[num_sequences:rows] = 0
+            for table in (g.block_table, g.read_slots, g.write_slots):
+                table[num_sequences:rows] = -1
+
+    def upload(self) -> None:
+        """Bring the arrays to the device."""
+        if self._staging is not None:
+            self._staging.upload()
 
 
 class Step:
@@ -67,16 +119,28 @@ class Step:
 
     Attributes:
         decision: What the ledger decided.
-        num_sequences: S.
-        total_tokens: T.
+        num_sequences: S; of a padded step, what it is padded to.
+        total_tokens: T; of a padded step, what it is padded to.
+        padded: Its tensors have the extents asked for, whatever it computes.
     """
 
-    def __init__(self, buffers: StepBuffers, decision: StepDecision, close: Callable[[Step, bool], None]) -> None:
+    def __init__(
+        self,
+        buffers: StepBuffers,
+        decision: StepDecision,
+        close: Callable[[Step, bool], None],
+        pad_to: tuple[int, int] | None = None,
+    ) -> None:
         self.buffers = buffers
         self.decision = decision
         self.num_sequences = len(decision.sequences)
         self.total_tokens = int(decision.total_tokens)
         self.num_samples = decision.num_samples
+        self.padded = pad_to is not None
+        if pad_to is not None:
+            buffers.pad(self.num_sequences, self.total_tokens, self.num_samples, pad_to)
+            self.num_sequences, self.total_tokens = pad_to
+        buffers.upload()
         self.open = True
         self._close = close
 
@@ -107,8 +171,8 @@ class Step:
 
     @cached_property
     def last_rows(self) -> torch.Tensor:
-        """`[num_samples]` int32: rows whose token is the last known one of its sequence."""
-        return self.buffers.last_rows[: self.num_samples]
+        """`[num_samples]` int32: rows whose token is the last known one of its sequence; padded, `[S]`."""
+        return self.buffers.last_rows[: self.num_sequences if self.padded else self.num_samples]
 
     @cached_property
     def sample_seqs(self) -> torch.Tensor:
@@ -126,16 +190,18 @@ class Step:
 
     def paged(self, group: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(kv_indptr [S+1], kv_indices, last_page_len [S])` int32, as FlashInfer takes them."""
-        tables = self.groups[group]
-        lengths = tables.seq_lens.long()
-        n = self.buffers.arrays.groups[group].tokens_per_block
-        pages = (lengths + n - 1) // n
-        indptr = torch.zeros(self.num_sequences + 1, dtype=torch.int32)
-        indptr[1:] = pages.cumsum(0)
-        indices = (
-            torch.cat([tables.block_table[s, : int(p)] for s, p in enumerate(pages)]) if len(pages) else indptr[:0]
-        )
-        return indptr, indices, (lengths - (pages - 1) * n).int()
+        arrays = self.buffers.arrays.groups[group]
+        lengths = arrays.seq_lens[: self.num_sequences].astype(np.int64)
+        n = arrays.tokens_per_block
+        pages = -(-lengths // n)
+        indptr = np.zeros(self.num_sequences + 1, np.int32)
+        np.cumsum(pages, out=indptr[1:])
+        table = arrays.block_table[: self.num_sequences]
+        indices = table[np.arange(table.shape[1]) < pages[:, None]]
+        last = np.where(pages > 0, lengths - (pages - 1) * n, 0).astype(np.int32)
+        device = self.buffers.token_ids.device
+        first, ids, rest = (torch.from_numpy(a).to(device) for a in (indptr, indices, last))
+        return first, ids, rest
 
     def __enter__(self) -> Step:
         return self

@@ -73,7 +73,7 @@ class Scene:
         arrays = SimpleNamespace(num_tokens=rows, groups=[SimpleNamespace(seq_lens=lengths)] * len(self.pools.slabs))
         buffers = SimpleBuffers(arrays, cu)
         return SimpleNamespace(
-            num_sequences=len(rows), total_tokens=int(rows.sum()), cu_seqlens=cu, buffers=buffers,
+            num_sequences=len(rows), total_tokens=int(rows.sum()), cu_seqlens=cu, buffers=buffers, padded=False,
             groups=[group] * len(self.pools.slabs),
         )  # fmt: skip
 
@@ -118,6 +118,7 @@ class SimpleBuffers:
     def __init__(self, arrays: Any, cu_seqlens: torch.Tensor) -> None:
         self.arrays = arrays
         self.token_ids = cu_seqlens
+        self.root = self
 
 
 KV = KVKind(num_kv_heads=2, head_dim=64)

@@ -137,7 +137,8 @@ def run(
     budget: Annotated[
         str | None, typer.Option(help="Bytes of cache, such as 512MiB; default: what the prompts need")
     ] = None,
-    backend: Annotated[str, typer.Option(help="auto, cpu or reference")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, cpu, triton or reference")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1")] = "cpu",
     temperature: Annotated[float, typer.Option()] = 0.0,
     top_k: Annotated[int, typer.Option()] = 0,
     top_p: Annotated[float, typer.Option()] = 1.0,
@@ -181,7 +182,8 @@ def run(
     else:
         settings["budget"] = budget
     plan = kv.make_plan(spec, **settings)
-    engine = Engine(network, tokenizer, plan, backend=backend)
+    network.to(device)  # type: ignore[arg-type]
+    engine = Engine(network, tokenizer, plan, backend=backend, device=device)
     params = [Params(max_new_tokens, Sampling(temperature, top_k, top_p, seed + i)) for i in range(len(rows))]
     say(f"answering {len(rows)} prompts of {min(map(len, rows))} to {max(map(len, rows))} tokens")
     ids = [engine.add(row, chosen) for row, chosen in zip(rows, params, strict=True)]

@@ -140,16 +140,16 @@ def cast_interpreted(y, DTYPE: tl.constexpr):
 @triton.jit
 def rounded(y, DTYPE: tl.constexpr):
     """Round fp32 to a plain type, nearest even; finite values never become infinite."""
+    finite = (y.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     if tl.bfloat16 == DTYPE:
-        largest = 3.3895313892515355e38
-        magnitude = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        clamped = tl.minimum(tl.maximum(y, -largest), largest)
-        return bf16_round(tl.where(magnitude < 0x7F800000, clamped, y))
-    if tl.float16 == DTYPE:
-        magnitude = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        clamped = tl.minimum(tl.maximum(y, -3.3895313892515355e38), 3.3895313892515355e38)
+        result = bf16_round(tl.where(finite, clamped, y))
+    elif tl.float16 == DTYPE:
         clamped = tl.minimum(tl.maximum(y, -65504.0), 65504.0)
-        return tl.where(magnitude < 0x7F800000, clamped, y).to(tl.float16)
-    return y
+        result = tl.where(finite, clamped, y).to(tl.float16)
+    else:
+        result = y
+    return result
 
 
 # --- scales -------------------------------------------------------------------------------------------------

@@ -8,8 +8,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvpool.cache import KVCache
 from kvpool.engine.detokenizer import Detokenizer
+from kvpool.engine.graphs import DecodeGraphs
 from kvpool.engine.request import Answer, Event, Params, Request
 from kvpool.engine.sampler import Sampler, sample
 from kvpool.engine.scheduler import Scheduler
@@ -45,6 +48,7 @@ class Engine:
         plan: The cache's plan.
         cache: A cache on that plan; None makes one.
         backend: Of the cache it makes.
+        device: Of the cache it makes; the model's. On CUDA, decode steps are captured once a size and replayed.
         clock: Seconds, monotonic.
 
     One thread calls `step`, `stream` and `generate`; see `kvpool.serve` for use from many.
@@ -58,14 +62,17 @@ class Engine:
         *,
         cache: KVCache | None = None,
         backend: str = "auto",
+        device: str = "cpu",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model.set_attn_implementation(register_attention())
-        self.cache = KVCache(plan, backend=backend) if cache is None else cache
+        self.cache = KVCache(plan, device=device, backend=backend) if cache is None else cache
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(self.cache)
         self.timing = Timing()
         self._packed = PackedCache(self.cache, model)
+        cuda = torch.device(self.cache.device).type == "cuda"
+        self._graphs = DecodeGraphs(self._packed.forward, plan.max_sequences) if cuda else None
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._pending: list[Event] = []
@@ -157,11 +164,14 @@ class Engine:
         items = self._schedule()
         if items:
             by_sequence = {r.sequence.id: r for r, _ in items if r.sequence is not None}
-            with self.cache.step([(r.sequence, tokens) for r, tokens in items if r.sequence is not None]) as step:
+            pad_to = self._graphs.pad_to([tokens for _, tokens in items]) if self._graphs else None
+            pairs = [(r.sequence, tokens) for r, tokens in items if r.sequence is not None]
+            with self.cache.step(pairs, pad_to=pad_to) as step:
                 before = time.perf_counter()
-                logits = self._packed.forward(step)
+                logits = self._graphs.forward(step) if self._graphs else self._packed.forward(step)
                 forward_s = time.perf_counter() - before
-            for sequence, rows in zip(step.sequences, step.num_tokens.tolist(), strict=True):
+            num_tokens = step.buffers.arrays.num_tokens[: len(step.sequences)].tolist()
+            for sequence, rows in zip(step.sequences, num_tokens, strict=True):
                 request = by_sequence[sequence]
                 request.computed_tokens += rows
                 if not request.admitted and request.sequence is not None:
@@ -171,7 +181,7 @@ class Engine:
             self.cache.extend(step, ids)
             for request, token in zip(sampled, ids, strict=True):
                 self._take(request, token)
-            self._count(step.total_tokens, len(ids), time.perf_counter() - started, forward_s)
+            self._count(step.decision.total_tokens, len(ids), time.perf_counter() - started, forward_s)
         events, self._pending = self._pending, []
         return events
 

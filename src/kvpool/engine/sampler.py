@@ -53,7 +53,7 @@ class Sampler:
         chosen = self.sampling
         if chosen.temperature == 0:
             return int(logits.argmax())
-        scaled = logits.float() / chosen.temperature
+        scaled = logits.float().cpu() / chosen.temperature  # the generator is the CPU's
         values, order = scaled.sort(descending=True, stable=True)
         keep = torch.ones_like(values, dtype=torch.bool)
         if chosen.top_k:

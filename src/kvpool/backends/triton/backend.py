@@ -58,7 +58,11 @@ class TritonBackend:
         self._work: dict[StepBuffers, StepWork] = {}
 
     def prepare(self, pools: Pools, buffers: StepBuffers) -> None:
-        self._work[buffers] = StepWork(buffers)
+        root = buffers.root
+        if root not in self._work:
+            self._work[root] = StepWork(root)
+        if root is not buffers:
+            self._work[buffers] = StepWork(buffers, self._work[root])
 
     def begin(self, step: Step) -> None:
         self._work[step.buffers].begin(step)
