@@ -11,6 +11,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("kvpool.cli.plan", "plan"),
     "address": ("kvpool.cli.address", "address"),
     "inspect": ("kvpool.cli.inspect", "inspect"),
+    "serve": ("kvpool.cli.serve", "serve"),
     "cache": ("kvpool.cli.cache", "app"),
 }
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvpool.cache import KVCache
 from kvpool.errors import KVError
 from kvpool.step import Step
-from kvpool.transformers.attention import KWARG
+from kvpool.transformers.attention import ATTENTION_NAME, KWARG
 
 
 class PackedLayer(CacheLayerMixin):
@@ -73,7 +73,16 @@ class PackedCache(Cache):
 
         Returns:
             Logits `[n, vocabulary]`.
+
+        Raises:
+            KVError: The model uses another attention implementation by now.
         """
+        attention = self.model.config._attn_implementation
+        if attention != ATTENTION_NAME:
+            raise KVError(
+                f"the model's attention is {attention!r}, which would read other sequences' rows; set it back with"
+                f" model.set_attn_implementation({ATTENTION_NAME!r})"
+            )
         self.step = step
         try:
             output = self.model(
