@@ -48,7 +48,6 @@ void Core::count_admission(const Entry& entry) {
     totals_.resumed_tokens += entry.cached_tokens;
     return;
   }
-  s.hit_tokens = entry.cached_tokens;
   s.partial_tokens = entry.partial_tokens;
   s.missed_tokens = s.prompt_len - entry.cached_tokens;
   totals_.admitted += 1;
@@ -290,6 +289,7 @@ void Core::abort_entry(Step& step, Entry& entry) {
   while (s.size() > std::max(s.num_known, entry.size)) s.tokens.pop_back();  // unknown ones this step would have given
   if (!entry.admitted) return;
   give_back_all(s);
+  if (!s.resumed) s.hit_tokens = 0;
   to_waiting(s);
 }
 

@@ -122,6 +122,7 @@ void Core::admit(Entry& entry) {
   entry.partial_tokens = m.partial.len;
   s.admitted = true;
   s.scheduled = s.computed = position;
+  if (!s.resumed) s.hit_tokens = position;  // known inside the step already
 }
 
 // Hold what a match found in `path_`: everything of a full group, of a window what the next token reads.

@@ -194,7 +194,9 @@ void Core::undo_plan(Step& step) {
     if (entry.taken) tree_[entry.taken].pending = 0;
     s.scheduled = entry.start;
     --s.open_steps;
-    if (entry.admitted) to_waiting(s);
+    if (!entry.admitted) continue;
+    if (!s.resumed) s.hit_tokens = 0;
+    to_waiting(s);
   }
   blocks_.undo(claims_);
   step.entries.clear();

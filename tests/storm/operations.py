@@ -27,19 +27,16 @@ class Operation:
     run: Callable[[Storm], str | None]
     weight: int
     covers: tuple[str, ...]
-    needs: str
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(
-    weight: int, *covers: str, needs: str = "open"
-) -> Callable[[Callable[[Storm], str | None]], Callable[[Storm], str | None]]:
-    """Register an operation under its function's name; `needs` names the ledger's method behind it."""
+def operation(weight: int, *covers: str) -> Callable[[Callable[[Storm], str | None]], Callable[[Storm], str | None]]:
+    """Register an operation under its function's name."""
 
     def add(function: Callable[[Storm], str | None]) -> Callable[[Storm], str | None]:
-        OPERATIONS[function.__name__] = Operation(function, weight, covers, needs)
+        OPERATIONS[function.__name__] = Operation(function, weight, covers)
         return function
 
     return add
@@ -99,6 +96,7 @@ def serve(storm: Storm) -> str | None:
     except kv.OutOfBlocks as error:
         storm.must(fits < len(items), f"fits said {fits} items, the step was refused")
         return refused(storm, items, before, error)
+    storm.must(fits == len(step.sequences), f"fits said {fits} items, the step took {len(step.sequences)}")
     try:
         with step:
             rows = storm.check_step(step, items)
@@ -165,7 +163,7 @@ def append_known(storm: Storm) -> str | None:
     return f"{live.seq} +{len(tokens)}"
 
 
-@operation(6, "Sequence.rewind", needs="rewind")
+@operation(6, "Sequence.rewind")
 def rewind(storm: Storm) -> str | None:
     """Forget the last tokens, over block borders too, also into what was matched."""
     able = [live for live in storm.live if live.admitted and len(live.tokens) > 1]
@@ -186,7 +184,7 @@ def rewind(storm: Storm) -> str | None:
     return f"{live.seq} -{count}"
 
 
-@operation(5, "Sequence.fork", needs="fork")
+@operation(5, "Sequence.fork")
 def fork(storm: Storm) -> str | None:
     """A second sequence over the same blocks; both go on, each its own way."""
     able = [live for live in storm.live if live.admitted]

@@ -25,7 +25,7 @@ MLA = (LayerSpec((LatentKind(64, 32),)),) * 2
 DSA = (LayerSpec((LatentKind(64, 32), IndexerKind(32, quant_block=32))),) * 2
 UNEQUAL = (LayerSpec((KVKind(2, 64, v_head_dim=32),)),) * 2
 SHARED = (*GQA, LayerSpec((SharedKind(0),)))
-WINDOW = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(2, 64),), Lifetime(window=13)))
+WINDOW = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(2, 64),), Lifetime(window=13, sink_tokens=3)))
 CHUNK = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(3, 32),), Lifetime(chunk=24)))
 
 STATES = (StateKind("conv", (6, 3), "bf16"), StateKind("ssm", (2, 8, 4)))

@@ -222,6 +222,8 @@ class Storm:
             first = int(step.positions[start_row])
             count = int(step.num_tokens[row])
             if not live.admitted:
+                cached = live.seq.num_cached_tokens
+                self.must(first == cached, f"starts at {first}, num_cached_tokens says {cached}")
                 bound = self.most_cached(live, written_here)
                 self.must(first <= bound, f"{first} tokens matched, at most {bound} were ever matchable")
             else:
@@ -261,9 +263,6 @@ class Storm:
     def ended(self, rows: list[tuple[Live, int, int]], commit: bool) -> None:
         """A step has ended well: what it computed is held, and with `commit` matchable."""
         for live, first, count in rows:
-            if not live.admitted:
-                cached = live.seq.num_cached_tokens
-                self.must(first == cached, f"started at {first}, num_cached_tokens says {cached}")
             live.admitted = True
             live.computed = first + count
             if commit:
@@ -330,7 +329,7 @@ class Storm:
 
     def run(self, num_operations: int, operations: Mapping[str, Any]) -> None:
         """Do random operations, and after each account, and audit one sequence; at the end audit all."""
-        names = [name for name, op in operations.items() if hasattr(self.cache.ledger, op.needs)]
+        names = list(operations)
         weights = [operations[name].weight for name in names]
         try:
             for _ in range(num_operations):
