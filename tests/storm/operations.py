@@ -95,7 +95,8 @@ def serve(storm: Storm) -> str | None:
         step = storm.cache.step([(live.seq, most) for live, most in items], commit=commit)
     except kv.OutOfBlocks as error:
         storm.must(fits < len(items), f"fits said {fits} items, the step was refused")
-        return refused(storm, items, before, error)
+        told = refused(storm, items, before, error)
+        return f"{told}, then {release(storm)}" if rng.random() < 0.5 else told
     storm.must(fits == len(step.sequences), f"fits said {fits} items, the step took {len(step.sequences)}")
     try:
         with step:
@@ -242,3 +243,14 @@ def look_through_views(storm: Storm) -> str | None:
     want = storm.stored(key, live.links[:length])[:, first:]
     storm.must(bool((got == want).flatten(1).all(1)[seen].all()), f"layer {layer}: a view does not show {key.name}")
     return f"{live.seq} layer {layer} heads {first}.."
+
+
+@operation(1, "KVCache.lost")
+def count_losses(storm: Storm) -> str | None:
+    """What constant scales lost only grows, and nothing that is not finite was ever written."""
+    lost = storm.cache.lost()
+    before, storm.lost = storm.lost, {key: (counts.saturated, counts.flushed) for key, counts in lost.items()}
+    for key, counts in lost.items():
+        grown = all(new >= old for new, old in zip(storm.lost[key], before.get(key, (0, 0)), strict=True))
+        storm.must(grown and counts.nonfinite == 0, f"{key} lost {counts}, before {before.get(key)}")
+    return f"{storm.lost}" if lost else None

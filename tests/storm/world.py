@@ -105,6 +105,7 @@ class Storm:
         self.past: list[tuple[tuple[object, ...], list[int]]] = []
         self.log: deque[str] = deque(maxlen=12)
         self.counts: dict[str, int] = {}
+        self.lost: dict[tuple[int, str], tuple[int, int]] = {}
 
     # --- making it ------------------------------------------------------------------------------------------
 
