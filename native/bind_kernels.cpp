@@ -248,6 +248,27 @@ void copy(PyWorkers& workers, uintptr_t src, int64_t src_stride, int64_t src_pit
               pointer<const int32_t>(dst_ids), count);
 }
 
+void score_step(PyWorkers& workers, const PyStep& step, const PyStore& store, uintptr_t q, int code, int64_t stride_t,
+                int64_t stride_h, int num_q_heads, uintptr_t weights, int topk, uintptr_t slots) {
+  need(store.num_heads == 1, "indexer keys have one head, got " + std::to_string(store.num_heads));
+  need(num_q_heads >= 1 && topk >= 1, "num_q_heads and topk must be positive");
+  const ScoreArgs args{&step, &store, rows(q, code, stride_t, stride_h), pointer<const float>(weights), num_q_heads};
+  nb::gil_scoped_release release;
+  score(workers.workers, workers.isa, args, topk, pointer<int64_t>(slots));
+}
+
+void convert_slots(PyWorkers& workers, const PyStore& src, uintptr_t src_slots, const PyStore& dst, uintptr_t dst_slots,
+                   int64_t count) {
+  need(src.num_heads == dst.num_heads && src.dim == dst.dim,
+       "both stores must have the same heads and sizes, got " + std::to_string(src.num_heads) + " x " +
+           std::to_string(src.dim) + " and " + std::to_string(dst.num_heads) + " x " + std::to_string(dst.dim));
+  check_slots(src, pointer<const int64_t>(src_slots), count);
+  check_slots(dst, pointer<const int64_t>(dst_slots), count);
+  nb::gil_scoped_release release;
+  convert(workers.workers, workers.isa, src, pointer<const int64_t>(src_slots), dst, pointer<const int64_t>(dst_slots),
+          count);
+}
+
 struct PyMover {
   std::vector<VectorPlane> planes;
   int tokens_per_block;
@@ -324,6 +345,11 @@ void bind_kernels(nb::module_& m) {
   m.def("gather", &gather_step, nb::arg("workers"), nb::arg("step"), nb::arg("store"), nb::arg("out"), nb::arg("dtype"),
         nb::arg("stride_t"), nb::arg("stride_h"), nb::arg("indptr"), nb::arg("starts"),
         "Decode the sequences of a step one after another.");
+  m.def("score", &score_step, nb::arg("workers"), nb::arg("step"), nb::arg("store"), nb::arg("q"), nb::arg("dtype"),
+        nb::arg("stride_t"), nb::arg("stride_h"), nb::arg("num_q_heads"), nb::arg("weights"), nb::arg("topk"),
+        nb::arg("slots"), "Write the slots of the best-scored tokens of every row.");
+  m.def("convert", &convert_slots, nb::arg("workers"), nb::arg("src"), nb::arg("src_slots"), nb::arg("dst"),
+        nb::arg("dst_slots"), nb::arg("count"), "Store tokens of one part in another, in its format.");
   m.def("copy_blocks", &copy, nb::arg("workers"), nb::arg("src"), nb::arg("src_stride"), nb::arg("src_pitch"),
         nb::arg("dst"), nb::arg("dst_stride"), nb::arg("dst_pitch"), nb::arg("num_bytes"), nb::arg("pieces"),
         nb::arg("src_ids"), nb::arg("dst_ids"), nb::arg("count"), "Copy whole blocks between ids or slabs.");

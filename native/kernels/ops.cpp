@@ -84,4 +84,99 @@ void gather(Workers& workers, Isa isa, const StepView& step, const Store& store,
   });
 }
 
+void convert(Workers& workers, Isa isa, const Store& src, const int64_t* src_slots, const Store& dst,
+             const int64_t* dst_slots, int64_t count) {
+  const Kernels& kernels = kernels_of(isa);
+  const int64_t row = int64_t{src.num_heads} * src.dim * 4;
+  workers.each((count + kWriteTokens - 1) / kWriteTokens, [&](int64_t i, Scratch& scratch) {
+    const int64_t begin = i * kWriteTokens, tokens = std::min(kWriteTokens, count - begin);
+    int64_t slots[kWriteTokens];
+    for (int64_t t = 0; t < tokens; ++t) slots[t] = src_slots[begin + t] < 0 ? -1 : dst_slots[begin + t];
+    std::vector<uint8_t> rows(static_cast<size_t>(tokens * row));
+    const Rows between{rows.data(), DType::fp32, row, int64_t{src.dim} * 4};
+    kernels.read({&src, between, src_slots + begin, tokens}, 0, tokens, scratch);
+    kernels.write({&dst, between, slots, tokens}, 0, tokens, scratch);
+  });
+}
+
+namespace {
+
+constexpr int kScoreRows = 16;              // rows that share decoded keys
+constexpr int kScoreTokens = 2048;          // keys of one piece of work
+constexpr int64_t kScoreFloats = 16 << 20;  // scores held at a time
+
+// Writes the best `topk` of `scores[0, count)` as slots.
+void choose(const StepView& step, const Store& store, int sequence, const float* scores, int count, int topk,
+            int64_t* out) {
+  std::vector<int> order;
+  for (int t = 0; t < count; ++t)
+    if (scores[t] != -__builtin_huge_valf()) order.push_back(t);
+  const auto better = [&](int a, int b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; };
+  const int kept = std::min(topk, static_cast<int>(order.size()));
+  std::partial_sort(order.begin(), order.begin() + kept, order.end(), better);
+  const int32_t* table = step.block_table + sequence * step.table_stride;
+  for (int i = 0; i < topk; ++i) {
+    const int n = store.tokens_per_block;
+    out[i] = i < kept ? int64_t{table[order[i] / n]} * n + order[i] % n : -1;
+  }
+}
+
+}  // namespace
+
+void score(Workers& workers, Isa isa, const ScoreArgs& args, int topk, int64_t* slots) {
+  std::lock_guard lock(workers.call_mutex());
+  const Kernels& kernels = kernels_of(isa);
+  const StepView& step = *args.step;
+  struct Piece {
+    ScoreItem item;
+    int64_t at;  // of its scores in the buffer
+  };
+  std::vector<Piece> pieces;
+  struct Row {
+    int sequence;
+    int64_t row;
+    int first_piece;
+  };
+  std::vector<Row> rows;
+  int64_t used = 0;
+  const auto flush = [&] {
+    float* buffer = reinterpret_cast<float*>(workers.shared(sizeof(float) * static_cast<size_t>(used)));
+    workers.each(static_cast<int64_t>(pieces.size()), [&](int64_t i, Scratch& scratch) {
+      kernels.score(args, pieces[static_cast<size_t>(i)].item, buffer + pieces[static_cast<size_t>(i)].at, scratch);
+    });
+    workers.each(static_cast<int64_t>(rows.size()), [&](int64_t i, Scratch&) {
+      const Row& r = rows[static_cast<size_t>(i)];
+      const int count = step.seq_lens[r.sequence];
+      std::vector<float> all(static_cast<size_t>(count));
+      for (size_t p = static_cast<size_t>(r.first_piece); p < pieces.size(); ++p) {
+        const ScoreItem& item = pieces[p].item;
+        const int64_t local = r.row - step.cu_seqlens[r.sequence];
+        if (item.sequence != r.sequence || local < item.row_begin || local >= item.row_end) break;
+        const int length = item.end - item.begin;
+        std::copy_n(buffer + pieces[p].at + (local - item.row_begin) * length, length, all.begin() + item.begin);
+      }
+      choose(step, *args.store, r.sequence, all.data(), count, topk, slots + r.row * topk);
+    });
+    pieces.clear();
+    rows.clear();
+    used = 0;
+  };
+  std::fill_n(slots, int64_t{step.num_tokens} * topk, int64_t{-1});
+  for (int s = 0; s < step.num_sequences; ++s) {
+    const int num_rows = step.cu_seqlens[s + 1] - step.cu_seqlens[s], length = step.seq_lens[s];
+    for (int r = 0; r < num_rows; r += kScoreRows) {
+      const int end = std::min(r + kScoreRows, num_rows);
+      const int first = static_cast<int>(pieces.size());
+      for (int t = 0; t < length; t += kScoreTokens) {
+        const int stop = std::min(t + kScoreTokens, length);
+        pieces.push_back({{s, r, end, t, stop}, used});
+        used += int64_t{end - r} * (stop - t);
+      }
+      for (int i = r; i < end; ++i) rows.push_back({s, step.cu_seqlens[s] + i, first});
+      if (used >= kScoreFloats) flush();
+    }
+  }
+  flush();
+}
+
 }  // namespace kvpool

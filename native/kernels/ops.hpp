@@ -20,6 +20,14 @@ void read(Workers& workers, Isa isa, const ReadArgs& args);
 void gather(Workers& workers, Isa isa, const StepView& step, const Store& store, Rows out, const int64_t* indptr,
             const int32_t* starts);
 
+// The slots of the `topk` best-scored tokens of every row, best first, equal scores by position; -1 behind the last.
+// Writes `slots` [T, topk].
+void score(Workers& workers, Isa isa, const ScoreArgs& args, int topk, int64_t* slots);
+
+// Stores tokens of one part in another: decoded to fp32, encoded again. Slots of -1 on either side are skipped.
+void convert(Workers& workers, Isa isa, const Store& src, const int64_t* src_slots, const Store& dst,
+             const int64_t* dst_slots, int64_t count);
+
 // A range that holds `bytes` of every block at `base + piece * pitch + block * stride`.
 struct Blocks {
   uint8_t* base;

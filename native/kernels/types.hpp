@@ -150,6 +150,20 @@ struct ReadArgs {
   int64_t num_tokens = 0;
 };
 
+// Indexer scores of every row of a step over the keys of its sequence.
+struct ScoreArgs {
+  const StepView* step = nullptr;
+  const Store* store = nullptr;    // one head
+  Rows q;                          // [T, Q, D]
+  const float* weights = nullptr;  // [T, Q] fp32
+  int num_q_heads = 0;
+};
+
+// Rows [row_begin, row_end) of a sequence against its tokens [begin, end).
+struct ScoreItem {
+  int sequence, row_begin, row_end, begin, end;
+};
+
 struct Scratch;
 
 // The kernels of one instruction set. Each call does one piece of work on the calling thread.
@@ -158,6 +172,7 @@ struct Kernels {
   void (*merge)(const AttendArgs&, int merge, Scratch&);
   void (*write)(const WriteArgs&, int64_t begin, int64_t end, Scratch&);
   void (*read)(const ReadArgs&, int64_t begin, int64_t end, Scratch&);
+  void (*score)(const ScoreArgs&, const ScoreItem&, float* out, Scratch&);
 };
 
 }  // namespace kvpool

@@ -132,6 +132,22 @@ def gather(
     indptr: int,
     starts: int,
 ) -> None: ...
+def score(
+    workers: Workers,
+    step: StepView,
+    store: Store,
+    q: int,
+    dtype: int,
+    stride_t: int,
+    stride_h: int,
+    num_q_heads: int,
+    weights: int,
+    topk: int,
+    slots: int,
+) -> None:
+    """Write int64 `[T, topk]`: slots of the tokens with the largest sums of `weight * relu(q . k)`, best first."""
+
+def convert(workers: Workers, src: Store, src_slots: int, dst: Store, dst_slots: int, count: int) -> None: ...
 def copy_blocks(
     workers: Workers,
     src: int,
