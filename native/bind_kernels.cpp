@@ -15,6 +15,7 @@
 
 #include "kernels/isa.hpp"
 #include "kernels/ops.hpp"
+#include "kernels/probe.hpp"
 #include "kernels/schedule.hpp"
 
 namespace nb = nanobind;
@@ -326,6 +327,16 @@ void bind_kernels(nb::module_& m) {
   nb::class_<PyAttention>(m, "Attention", "What is the same in every attention call of a layer.")
       .def("__init__", &make_attention, nb::arg("k"), nb::arg("v"), nb::arg("v_dim"), nb::arg("num_q_heads"),
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def(
+          "path",
+          [](const PyAttention& self, const PyWorkers& workers, int q_dtype, bool sparse) {
+            AttendArgs args = self.args;
+            args.q.dtype = dtype(q_dtype);
+            const int64_t none = -1;
+            if (sparse) args.indices = &none;
+            return attend_kernel(workers.isa, args).name;
+          },
+          nb::arg("workers"), nb::arg("q_dtype"), nb::arg("sparse") = false)
       .def("__call__", &call_attention, nb::arg("workers"), nb::arg("step"), nb::arg("q"), nb::arg("q_dtype"),
            nb::arg("q_stride_t"), nb::arg("q_stride_h"), nb::arg("out"), nb::arg("out_dtype"), nb::arg("out_stride_t"),
            nb::arg("out_stride_h"), nb::arg("scale"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("lse"),
@@ -350,6 +361,21 @@ void bind_kernels(nb::module_& m) {
         nb::arg("slots"), "Write the slots of the best-scored tokens of every row.");
   m.def("convert", &convert_slots, nb::arg("workers"), nb::arg("src"), nb::arg("src_slots"), nb::arg("dst"),
         nb::arg("dst_slots"), nb::arg("count"), "Store tokens of one part in another, in its format.");
+  m.def(
+      "read_probe",
+      [](PyWorkers& w, uintptr_t base, uintptr_t offsets, int64_t count, int64_t num_bytes) {
+        nb::gil_scoped_release release;
+        return read_probe(w.workers, pointer<const uint8_t>(base), pointer<const int64_t>(offsets), count, num_bytes);
+      },
+      nb::arg("workers"), nb::arg("base"), nb::arg("offsets"), nb::arg("count"), nb::arg("num_bytes"),
+      "Read pieces of memory in the given order; returns a checksum.");
+  m.def(
+      "copy_probe",
+      [](PyWorkers& w, uintptr_t dst, uintptr_t src, int64_t num_bytes) {
+        nb::gil_scoped_release release;
+        copy_probe(w.workers, pointer<uint8_t>(dst), pointer<const uint8_t>(src), num_bytes);
+      },
+      nb::arg("workers"), nb::arg("dst"), nb::arg("src"), nb::arg("num_bytes"), "Copy memory by memcpy.");
   m.def("copy_blocks", &copy, nb::arg("workers"), nb::arg("src"), nb::arg("src_stride"), nb::arg("src_pitch"),
         nb::arg("dst"), nb::arg("dst_stride"), nb::arg("dst_pitch"), nb::arg("num_bytes"), nb::arg("pieces"),
         nb::arg("src_ids"), nb::arg("dst_ids"), nb::arg("count"), "Copy whole blocks between ids or slabs.");

@@ -5,6 +5,7 @@
 // Source: online softmax (Milakov and Gimelshein 2018), split and merge by log-sum-exp (flash-decoding, Dao 2023).
 #pragma once
 
+#include "cpu/scratch.hpp"
 #include "kernels/gemm.hpp"
 #include "kernels/heads.hpp"
 #include "kernels/rows.hpp"
@@ -44,8 +45,8 @@ inline int64_t query_row(const Work& w, int r) {
 
 inline int query_head(const Work& w, int h, int r) { return (w.head + h) * w.group + r % w.group; }
 
-// Carves the working memory out of the worker's scratch.
-inline void carve(Work& w, Scratch& scratch) {
+// Carves the working memory out of the worker's scratch; returns `extra` bytes more, aligned to 64.
+inline uint8_t* carve(Work& w, Scratch& scratch, int64_t extra = 0) {
   const int64_t rows = int64_t{w.num_heads} * w.rows;
   const int64_t sizes[] = {rows * w.k_pitch,
                            rows * w.v_pitch,
@@ -58,11 +59,13 @@ inline void carve(Work& w, Scratch& scratch) {
   float** places[] = {&w.q, &w.o, &w.m, &w.l, &w.s, &w.k, &w.kt, &w.v};
   int64_t total = 0;
   for (int64_t size : sizes) total += (size + 15) / 16 * 16;
-  float* p = reinterpret_cast<float*>(scratch.reserve(static_cast<size_t>(total) * sizeof(float)));
+  float* p = reinterpret_cast<float*>(
+      scratch.reserve(static_cast<size_t>(total) * sizeof(float) + static_cast<size_t>(extra)));
   for (int i = 0; i < 8; ++i) {
     *places[i] = p;
     p += (sizes[i] + 15) / 16 * 16;
   }
+  return reinterpret_cast<uint8_t*>(p);
 }
 
 // Queries as fp32, scaled, with the options of K folded in; the state of the softmax empty.
@@ -198,8 +201,9 @@ inline void attend_tile(Work& w, const Tile& tile, int h, uint64_t all, uint64_t
   accumulate(w, h, tokens, v, pitch, all, any);
 }
 
-// Walks the tiles of [token_begin, token_end) for the rows and heads of `w`.
-inline void walk_positions(Work& w) {
+// Walks the tiles of [token_begin, token_end) for the rows and heads of `w`; `attend` is attend_tile or the like.
+template <class Attend>
+inline void walk_positions(Work& w, Attend&& attend) {
   const AttendArgs& a = *w.args;
   int low = 1 << 30, high = 0, sinks = 0;
   for (int i = 0; i < w.num_rows; ++i) {
@@ -225,12 +229,13 @@ inline void walk_positions(Work& w) {
     any &= tile.present;
     if (any == 0) continue;
     for (int i = 0; i < w.num_rows; ++i) all &= w.masks[i] &= any;
-    for (int h = 0; h < w.num_heads; ++h) attend_tile(w, tile, h, all, any);
+    for (int h = 0; h < w.num_heads; ++h) attend(w, tile, h, all, any);
   }
 }
 
 // The same over given slots, for one query row.
-inline void walk_indices(Work& w) {
+template <class Attend>
+inline void walk_indices(Work& w, Attend&& attend) {
   const AttendArgs& a = *w.args;
   const int64_t* slots = a.indices + query_row(w, 0) * a.num_indices;
   const int begin = w.item->first ? 0 : imin(w.item->token_begin, a.num_indices);
@@ -240,7 +245,7 @@ inline void walk_indices(Work& w) {
     tile_of_slots(*a.k[0], slots, start, imin(kTile, end - start), tile);
     if (tile.present == 0) continue;
     w.masks[0] = tile.present;
-    for (int h = 0; h < w.num_heads; ++h) attend_tile(w, tile, h, tile.present, tile.present);
+    for (int h = 0; h < w.num_heads; ++h) attend(w, tile, h, tile.present, tile.present);
   }
 }
 
@@ -285,14 +290,16 @@ inline void end(Work& w) {
     }
 }
 
-inline void attend_item(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
+// Splits an item into passes over heads and rows; `pass(w)` does one.
+template <class Pass>
+inline void each_pass(const AttendArgs& a, int item, int head_block, int pitch, Pass&& pass) {
   Work w;
   w.args = &a;
   w.item = a.step->items + item;
   w.group = a.num_q_heads / a.k[0]->num_heads;
   w.k_dim = a.k[0]->dim + (a.num_k > 1 ? a.k[1]->dim : 0);
-  w.k_pitch = round_up(w.k_dim, 16);
-  w.v_pitch = round_up(a.v_dim, 16);
+  w.k_pitch = round_up(w.k_dim, pitch);
+  w.v_pitch = round_up(a.v_dim, pitch);
   const int each = heads_per_item(a);
   const int head_end = imin((head_block + 1) * each, a.k[0]->num_heads);
   const int total_rows = w.item->row_end - w.item->row_begin;
@@ -306,15 +313,26 @@ inline void attend_item(const AttendArgs& a, int item, int head_block, Scratch& 
       w.row = w.item->row_begin + row;
       w.num_rows = imin(most, total_rows - row);
       w.rows = w.num_rows * w.group;
-      carve(w, scratch);
-      begin(w);
-      if (a.indices != nullptr) {
-        walk_indices(w);
-      } else {
-        walk_positions(w);
-      }
-      end(w);
+      pass(w);
     }
+}
+
+template <class Attend>
+inline void walk(Work& w, Attend&& attend) {
+  if (w.args->indices != nullptr) {
+    walk_indices(w, attend);
+  } else {
+    walk_positions(w, attend);
+  }
+}
+
+inline void attend_item(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
+  each_pass(a, item, head_block, 16, [&](Work& w) {
+    carve(w, scratch);
+    begin(w);
+    walk(w, attend_tile);
+    end(w);
+  });
 }
 
 // Joins the splits of one item's rows, in order.

@@ -6,11 +6,23 @@
 
 namespace kvpool {
 
-Kernels generic_kernels();
+// Constant data: nothing of an instruction set runs before the CPU was asked.
+extern const Kernels generic_kernels;
 #if defined(__x86_64__)
-Kernels avx2_kernels();
-Kernels avx512_kernels();
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
 #endif
+
+// An attention kernel, and which calls it may take.
+struct AttendKernel {
+  const char* name;
+  Isa isa;  // the least it needs
+  bool (*fits)(const AttendArgs&);
+  void (*attend)(const AttendArgs&, int item, int head_block, Scratch&);
+};
+
+// The kernel that serves a call.
+const AttendKernel& attend_kernel(Isa isa, const AttendArgs& args);
 
 // The kernels of an instruction set; those it has no own version of are the next lower set's.
 const Kernels& kernels_of(Isa isa);

@@ -4,6 +4,6 @@
 
 namespace kvpool {
 
-Kernels avx2_kernels() { return shared_kernels(); }
+constinit const Kernels avx2_kernels = {attend_item, merge_item, write_range, read_range, score_item};
 
 }  // namespace kvpool

@@ -4,6 +4,6 @@
 
 namespace kvpool {
 
-Kernels avx512_kernels() { return shared_kernels(); }
+constinit const Kernels avx512_kernels = {attend_item, merge_item, write_range, read_range, score_item};
 
 }  // namespace kvpool

@@ -16,7 +16,5 @@ inline void read_range(const ReadArgs& a, int64_t begin, int64_t end, Scratch&) 
   codec_functions(*a.store).read(a, begin, end);
 }
 
-inline Kernels shared_kernels() { return {attend_item, merge_item, write_range, read_range, score_item}; }
-
 }  // namespace
 }  // namespace kvpool

@@ -12,6 +12,7 @@ namespace kvpool {
 void attend(Workers& workers, Isa isa, AttendArgs args) {
   std::lock_guard lock(workers.call_mutex());
   const Kernels& kernels = kernels_of(isa);
+  const AttendKernel& kernel = attend_kernel(isa, args);
   const StepView& step = *args.step;
   const int first_free = step.num_sequences > 0 ? step.cu_seqlens[step.num_sequences] : 0;
   for (int t = first_free; t < step.num_tokens; ++t)
@@ -24,7 +25,7 @@ void attend(Workers& workers, Isa isa, AttendArgs args) {
                                                             static_cast<size_t>(args.num_q_heads * (args.v_dim + 2))));
   const int blocks = num_head_blocks(args);
   workers.each(int64_t{step.num_items} * blocks, [&](int64_t i, Scratch& scratch) {
-    kernels.attend(args, static_cast<int>(i / blocks), static_cast<int>(i % blocks), scratch);
+    kernel.attend(args, static_cast<int>(i / blocks), static_cast<int>(i % blocks), scratch);
   });
   workers.each(step.num_merges,
                [&](int64_t i, Scratch& scratch) { kernels.merge(args, static_cast<int>(i), scratch); });

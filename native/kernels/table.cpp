@@ -1,16 +1,38 @@
-// Which kernel serves a call: the explicit table of instruction sets.
+// Which kernel serves a call: one table of instruction sets, one of attention kernels.
 #include "kernels/isa.hpp"
+#include "kernels/special.hpp"
 
 namespace kvpool {
 
+namespace {
+
+bool always(const AttendArgs&) { return true; }
+
+// First match wins: from the most special to the shared kernels, which take every call.
+const AttendKernel kAttend[] = {
+#if defined(__x86_64__)
+    {"avx512-bf16", Isa::avx512, fits_bf16_avx512, attend_bf16_avx512},
+    {"avx512", Isa::avx512, always, avx512_kernels.attend},
+    {"avx2", Isa::avx2, always, avx2_kernels.attend},
+#endif
+    {"generic", Isa::generic, always, generic_kernels.attend},
+};
+
+}  // namespace
+
+const AttendKernel& attend_kernel(Isa isa, const AttendArgs& args) {
+  for (const AttendKernel& kernel : kAttend)
+    if (kernel.isa <= isa && kernel.fits(args)) return kernel;
+  return kAttend[sizeof kAttend / sizeof kAttend[0] - 1];
+}
+
 const Kernels& kernels_of(Isa isa) {
 #if defined(__x86_64__)
-  static const Kernels tables[] = {generic_kernels(), avx2_kernels(), avx512_kernels(), avx512_kernels()};
-  return tables[static_cast<int>(isa)];
-#else
-  static const Kernels table = generic_kernels();
-  return isa == Isa::generic ? table : table;
+  if (isa >= Isa::avx512) return avx512_kernels;
+  if (isa == Isa::avx2) return avx2_kernels;
 #endif
+  static_cast<void>(isa);
+  return generic_kernels;
 }
 
 }  // namespace kvpool

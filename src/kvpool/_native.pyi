@@ -76,6 +76,9 @@ class StepView:
 
 class Attention:
     def __init__(self, k: list[Store], v: Store, v_dim: int, num_q_heads: int) -> None: ...
+    def path(self, workers: Workers, q_dtype: int, sparse: bool = False) -> str:
+        """Return the name of the kernel that serves such a call."""
+
     def __call__(
         self,
         workers: Workers,
@@ -148,6 +151,8 @@ def score(
     """Write int64 `[T, topk]`: slots of the tokens with the largest sums of `weight * relu(q . k)`, best first."""
 
 def convert(workers: Workers, src: Store, src_slots: int, dst: Store, dst_slots: int, count: int) -> None: ...
+def read_probe(workers: Workers, base: int, offsets: int, count: int, num_bytes: int) -> int: ...
+def copy_probe(workers: Workers, dst: int, src: int, num_bytes: int) -> None: ...
 def copy_blocks(
     workers: Workers,
     src: int,

@@ -172,7 +172,9 @@ def test_attention_reads_what_is_stored(
         slots = batch.slots_of(s)
         want, want_lse = exact(q[rows], k_store.decode(slots), v_store.decode(slots), batch.visible(s), scale=dim**-0.5)
         torch.testing.assert_close(out[rows].double(), want, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(lse[rows].double(), want_lse, atol=2e-4, rtol=1e-4)
+        # Options make new queries, which the bf16 kernels round once more.
+        lse_tolerance = 2e-4 if q_dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(lse[rows].double(), want_lse, atol=lse_tolerance, rtol=1e-4)
 
 
 @pytest.mark.parametrize("isa", ISAS)

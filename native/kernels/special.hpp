@@ -1,0 +1,15 @@
+// Kernels that beat the shared ones for some calls, each with the question whether it may take a call. A row of the
+// table in table.cpp; nothing else knows them.
+#pragma once
+
+#include "cpu/scratch.hpp"
+#include "kernels/types.hpp"
+
+namespace kvpool {
+
+#if defined(__x86_64__)
+bool fits_bf16_avx512(const AttendArgs& a);
+void attend_bf16_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
+#endif
+
+}  // namespace kvpool
