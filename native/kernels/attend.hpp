@@ -31,6 +31,7 @@ struct Work {
   int rows;              // num_rows * group
   float *q, *o, *m, *l;  // [heads][rows][pitch], [heads][rows]
   float *s, *k, *kt, *v;
+  const Tile* ahead;  // the tile after this one, null at the end: kernels may fetch it early
   RowView views[kMaxRows];
   uint64_t masks[kMaxRows];
 
@@ -216,11 +217,16 @@ inline void walk_positions(Work& w, Attend&& attend) {
   const int begin = w.item->first ? 0 : w.item->token_begin;
   const int end = w.item->last ? high : imin(high, w.item->token_end);
   if (w.item->first && sinks == 0) low = imax(low, w.item->token_begin);
-  Tile tile;
+  Tile tile, ahead;
   for (int start = begin / kTile * kTile; start < end; start += kTile) {
     if (start >= sinks && start + kTile <= low) {
       start = low / kTile * kTile - kTile;
       continue;
+    }
+    w.ahead = nullptr;
+    if (const int next = start + kTile; next < end) {
+      tile_of_blocks(a, *a.k[0], w.item->sequence, next, span(0, end - next), ahead);
+      w.ahead = &ahead;
     }
     uint64_t any = 0, all = ~uint64_t{0};
     const uint64_t inside = span(begin - start, end - start);
@@ -241,6 +247,7 @@ inline void walk_indices(Work& w, Attend&& attend) {
   const int begin = w.item->first ? 0 : imin(w.item->token_begin, a.num_indices);
   const int end = w.item->last ? a.num_indices : imin(w.item->token_end, a.num_indices);
   Tile tile;
+  w.ahead = nullptr;
   for (int start = begin; start < end; start += kTile) {
     tile_of_slots(*a.k[0], slots, start, imin(kTile, end - start), tile);
     if (tile.present == 0) continue;

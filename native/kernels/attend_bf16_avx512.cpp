@@ -1,17 +1,43 @@
 // Attention with bf16 products and fp32 sums (vdpbf16ps) for bf16 queries: half the work of the fp32 path. Scores,
 // softmax and sums stay fp32; probabilities are rounded to bf16 before they meet the values.
-#include <type_traits>
-
 #include "kernels/bf16_rows_avx512.hpp"
 #include "kernels/special.hpp"
 
 namespace kvpool {
 namespace {
 
+// Rows of memory to fetch into the second-level cache while other work goes on, some at a time.
+struct Stream {
+  const uint8_t* row[kTile];
+  int num_rows = 0, lines = 0, at = 0;
+
+  void begin(const Store& s, const Tile* tile, int head) {
+    num_rows = at = 0;
+    if (tile == nullptr) return;
+    // All containers of a row: the head's next token, or the next head, is never nearer than they reach.
+    const int64_t bytes = s.data.stride_n < s.data.stride_h || s.num_heads == 1 ? s.data.stride_n : s.data.stride_h;
+    lines = static_cast<int>((bytes + 63) / 64);
+    for (int j = 0; j < tile->num_runs; ++j)
+      for (int i = 0; i < tile->runs[j].count; ++i)
+        row[num_rows++] = s.data.at(tile->runs[j].block, head, tile->runs[j].offset + i);
+  }
+
+  void fetch(int rows) {
+    const int stop = imin(at + rows, num_rows);
+    for (; at < stop; ++at)
+      for (int i = 0; i < lines; ++i) _mm_prefetch(reinterpret_cast<const char*>(row[at] + 64 * i), _MM_HINT_T1);
+  }
+};
+
 struct Bf16Work {
-  uint16_t *q, *k, *v, *p;  // [heads][rows][k_pitch], [64][k_pitch], [64][v_pitch], [rows][64]
+  // Queries that smoothing or rotation changed are the sum of two bf16 numbers, so that nothing is lost.
+  bool two_parts;
+  uint16_t *q, *q_rest;
+  float* s_rest;
+  uint16_t *k, *v, *p;      // [64][k_pitch], [64][v_pitch], [rows][64]
   uint32_t *keys, *values;  // pairs of dims by token [k_pitch / 2][64]; pairs of tokens by dim [32][v_pitch]
   Bf16Rows k_rows, v_rows;
+  Stream k_ahead, v_ahead;
 };
 
 inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
@@ -20,9 +46,10 @@ inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
 
 // Scores of R rows against tokens [0, tokens) by dot products.
 template <int R>
-inline void dots_bf16(const uint16_t* q, int64_t ldq, const Bf16Rows& k, int tokens, int dim, float* s) {
+inline void dots_bf16(const uint16_t* q, int64_t ldq, const Bf16Rows& k, int tokens, int dim, float* s, Stream& ahead) {
   constexpr int T = 16 / R;
   for (int t = 0; t < tokens; t += T) {
+    ahead.fetch(T);
     Vec acc[16] = {};
     for (int d = 0; d < dim; d += 32) {
       __m512i kt[T];
@@ -39,11 +66,11 @@ inline void dots_bf16(const uint16_t* q, int64_t ldq, const Bf16Rows& k, int tok
 }
 
 inline void scores_by_dots_bf16(const uint16_t* q, int64_t ldq, int rows, const Bf16Rows& k, int tokens, int dim,
-                                float* s) {
+                                float* s, Stream& ahead) {
   int r = 0;
-  for (; r + 4 <= rows; r += 4) dots_bf16<4>(q + r * ldq, ldq, k, tokens, dim, s + r * kTile);
-  for (; r + 2 <= rows; r += 2) dots_bf16<2>(q + r * ldq, ldq, k, tokens, dim, s + r * kTile);
-  for (; r < rows; ++r) dots_bf16<1>(q + r * ldq, ldq, k, tokens, dim, s + r * kTile);
+  for (; r + 4 <= rows; r += 4) dots_bf16<4>(q + r * ldq, ldq, k, tokens, dim, s + r * kTile, ahead);
+  for (; r + 2 <= rows; r += 2) dots_bf16<2>(q + r * ldq, ldq, k, tokens, dim, s + r * kTile, ahead);
+  for (; r < rows; ++r) dots_bf16<1>(q + r * ldq, ldq, k, tokens, dim, s + r * kTile, ahead);
 }
 
 // out[d / 2][t] = the pair (d, d + 1) of token t.
@@ -86,14 +113,16 @@ struct Interleave {
   __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
 };
 
-inline void interleave_pairs(const Bf16Rows& v, int tokens, int dim, uint32_t* out, int pitch) {
-  for (int t = 0; t < tokens; t += 2)
+inline void interleave_pairs(const Bf16Rows& v, int tokens, int dim, uint32_t* out, int pitch, Stream& ahead) {
+  for (int t = 0; t < tokens; t += 2) {
+    ahead.fetch(2);
     for (int d = 0; d < dim; d += 32) {
       const __m512i x = _mm512_loadu_si512(v.row[t] + d), y = _mm512_loadu_si512(v.row[t + 1] + d);
       uint32_t* to = out + int64_t{t / 2} * pitch + d;
       _mm512_store_si512(to, _mm512_unpacklo_epi16(x, y));
       _mm512_store_si512(to + 16, _mm512_unpackhi_epi16(x, y));
     }
+  }
 }
 
 // C[M][16 N] (+)= sum over pairs of A[m][pair] * B[pair][..]; `Values`: C is in dim order, B interleaved, C is added
@@ -234,64 +263,73 @@ inline void load_rows(Work& w, Bf16Work& b, const Tile& tile, int h) {
   }
 }
 
+inline void scores_bf16(Work& w, Bf16Work& b, const uint16_t* q, int tokens, float* s) {
+  if (w.rows <= kDotRows) {
+    scores_by_dots_bf16(q, w.k_pitch, w.rows, b.k_rows, tokens, w.k_pitch, s, b.k_ahead);
+  } else {
+    gemm_pairs<false>(w.rows, kTile, q, w.k_pitch, b.keys, kTile, s, kTile, w.k_pitch / 2);
+  }
+}
+
 inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, int h, uint64_t all, uint64_t any) {
   const int tokens = round_up(64 - __builtin_clzll(any), 16);
   load_rows(w, b, tile, h);
+  const bool last = h + 1 == w.num_heads;
+  b.k_ahead.begin(*w.args->k[0], last ? w.ahead : &tile, w.head + (last ? 0 : h + 1));
+  b.v_ahead.begin(*w.args->v, last ? w.ahead : &tile, w.head + (last ? 0 : h + 1));
   if (all != any && rows_have_nonfinite(b.v_rows, any & ~all, w.v_pitch)) {
     attend_tile(w, tile, h, all, any);  // keeps what a row does not see out of its sums
     return;
   }
-  const uint16_t* q = b.q + int64_t{h} * w.rows * w.k_pitch;
-  if (w.rows <= kDotRows) {
-    scores_by_dots_bf16(q, w.k_pitch, w.rows, b.k_rows, tokens, w.k_pitch, w.s);
-  } else {
-    transpose_pairs(b.k_rows, tokens, w.k_pitch, b.keys);
-    gemm_pairs<false>(w.rows, kTile, q, w.k_pitch, b.keys, kTile, w.s, kTile, w.k_pitch / 2);
+  if (w.rows > kDotRows) transpose_pairs(b.k_rows, tokens, w.k_pitch, b.keys);
+  scores_bf16(w, b, b.q + int64_t{h} * w.rows * w.k_pitch, tokens, w.s);
+  if (b.two_parts) {
+    scores_bf16(w, b, b.q_rest + int64_t{h} * w.rows * w.k_pitch, tokens, b.s_rest);
+    for (int i = 0; i < w.rows * kTile; i += W) store(w.s + i, load(w.s + i) + load(b.s_rest + i));
   }
   for (int r = 0; r < w.rows; ++r) {
     const int64_t at = int64_t{h} * w.rows + r;
     softmax_row_bf16(w, b, w.s + int64_t{r} * kTile, tokens, w.masks[r / w.group], b.p + int64_t{r} * kTile, w.m[at],
                      w.l[at], w.output(h, r));
   }
-  interleave_pairs(b.v_rows, tokens, w.v_pitch, b.values, w.v_pitch);
+  interleave_pairs(b.v_rows, tokens, w.v_pitch, b.values, w.v_pitch, b.v_ahead);
   gemm_pairs<true>(w.rows, w.v_pitch, b.p, kTile, b.values, w.v_pitch, w.output(h, 0), w.v_pitch, tokens / 2);
 }
 
 inline void carve_bf16(Work& w, Bf16Work& b, Scratch& scratch) {
-  const int64_t sizes[] = {int64_t{w.num_heads} * w.rows * w.k_pitch * 2,
-                           int64_t{kTile} * w.k_pitch * 2,
-                           int64_t{kTile} * w.v_pitch * 2,
-                           int64_t{w.rows} * kTile * 2,
-                           int64_t{kTile} * w.k_pitch * 2,
-                           int64_t{kTile} * w.v_pitch * 2};
-  int64_t total = 0;
-  for (int64_t size : sizes) total += size;
-  uint8_t* p = carve(w, scratch, total);
-  uint8_t* places[6];
-  for (int i = 0; i < 6; ++i) {
-    places[i] = p;
-    p += sizes[i];
-  }
-  b.q = reinterpret_cast<uint16_t*>(places[0]);
-  b.k = reinterpret_cast<uint16_t*>(places[1]);
-  b.v = reinterpret_cast<uint16_t*>(places[2]);
-  b.p = reinterpret_cast<uint16_t*>(places[3]);
-  b.keys = reinterpret_cast<uint32_t*>(places[4]);
-  b.values = reinterpret_cast<uint32_t*>(places[5]);
+  b.two_parts = w.args->k[0]->smoothing != nullptr || w.args->k[0]->rotation;
+  const int64_t queries = int64_t{w.num_heads} * w.rows * w.k_pitch * 2, scores = int64_t{w.rows} * kTile;
+  const int64_t k = int64_t{kTile} * w.k_pitch * 2, v = int64_t{kTile} * w.v_pitch * 2;
+  uint8_t* p = carve(w, scratch, 2 * queries + scores * 4 + scores * 2 + 2 * k + 2 * v);
+  const auto take = [&p](auto*& place, int64_t bytes) {
+    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(p);
+    p += bytes;
+  };
+  take(b.q, queries);
+  take(b.q_rest, queries);
+  take(b.s_rest, scores * 4);
+  take(b.p, scores * 2);
+  take(b.k, k);
+  take(b.keys, k);
+  take(b.v, v);
+  take(b.values, v);
 }
 
 // Queries in bf16 without the scale, which multiplies the scores: a bf16 query stays exact.
 inline void begin_bf16(Work& w, Bf16Work& b) {
   begin(w);  // the fp32 queries serve the tiles that fall back
   const AttendArgs& a = *w.args;
-  alignas(64) float x[kMaxDim + 64];
+  alignas(64) float x[kMaxDim + kRowPitch];
   for (int h = 0; h < w.num_heads; ++h)
     for (int r = 0; r < w.rows; ++r) {
       load_row(a.q.at(query_row(w, r), query_head(w, h, r)), a.q.dtype, w.k_dim, x);
       to_query(*a.k[0], w.head + h, x);
       for (int i = w.k_dim; i < w.k_pitch; ++i) x[i] = 0;
-      uint16_t* q = b.q + (int64_t{h} * w.rows + r) * w.k_pitch;
-      for (int i = 0; i < w.k_pitch; ++i) q[i] = f32_to_bf16(x[i]);
+      const int64_t at = (int64_t{h} * w.rows + r) * w.k_pitch;
+      for (int i = 0; i < w.k_pitch; ++i) {
+        b.q[at + i] = f32_to_bf16(x[i]);
+        if (b.two_parts) b.q_rest[at + i] = f32_to_bf16(x[i] - bf16_to_f32(b.q[at + i]));
+      }
     }
 }
 

@@ -5,6 +5,9 @@
 // Included by *_avx512.cpp only.
 #pragma once
 
+#include <bit>
+#include <type_traits>
+
 #include "kernels/attend.hpp"
 
 namespace kvpool {
@@ -29,18 +32,18 @@ struct ByteTable {
 };
 
 template <class Element>
-const ByteTable& byte_table() {
-  static const ByteTable table = [] {
-    ByteTable t;
-    for (int c = 0; c < 128; ++c) {
-      const uint32_t u = bits(Element::decode(static_cast<uint8_t>(c))) >> 16;
-      t.low[c] = static_cast<uint8_t>(u);
-      t.high[c] = static_cast<uint8_t>(u >> 8);
-    }
-    return t;
-  }();
-  return table;
+constexpr ByteTable make_byte_table() {
+  ByteTable t{};
+  for (int c = 0; c < 128; ++c) {
+    const uint32_t u = std::bit_cast<uint32_t>(Element::value(c)) >> 16;
+    t.low[c] = static_cast<uint8_t>(u);
+    t.high[c] = static_cast<uint8_t>(u >> 8);
+  }
+  return t;
 }
+
+template <class Element>
+constexpr ByteTable kByteTable = make_byte_table<Element>();
 
 // 64 codes at a time: a lookup for each byte of the result, then both joined in order.
 template <class Element>
@@ -134,6 +137,76 @@ inline bool has_bf16_rows(const Store& s) {
   }
 }
 
+// One format's rows: `row` decodes one vector, `factor` is what all its elements are multiplied by.
+template <CodecId>
+struct RowsOf;
+
+template <class Element>
+struct ByteRows {
+  static void row(const Store& s, const Place& at, uint16_t* out) {
+    byte_row<Element>(at.data, s.dim, kByteTable<Element>, out);
+  }
+};
+
+struct Nvfp4Rows {
+  static void row(const Store& s, const Place& at, uint16_t* out) { nvfp4_row(at.data, at.block_scale, s.dim, out); }
+};
+
+struct ScaleFactor {
+  static float factor(const Store&, const Place& at) { return *at.scale; }
+};
+
+struct ConstantFactor {
+  static float factor(const Store& s, const Place&) { return s.constant_scale; }
+};
+
+template <>
+struct RowsOf<CodecId::bf16> {
+  static void row(const Store& s, const Place& at, uint16_t* out) { plain_row(at.data, DType::bf16, s.dim, out); }
+  static float factor(const Store&, const Place&) { return 1.0f; }
+};
+template <>
+struct RowsOf<CodecId::fp8> : ByteRows<E4m3>, ScaleFactor {};
+template <>
+struct RowsOf<CodecId::int8> : ByteRows<Int8>, ScaleFactor {};
+template <>
+struct RowsOf<CodecId::fp8_tensor> : ByteRows<E4m3>, ConstantFactor {};
+template <>
+struct RowsOf<CodecId::fp8e5m2_tensor> : ByteRows<E5m2>, ConstantFactor {};
+template <>
+struct RowsOf<CodecId::int8_tensor> : ByteRows<Int8>, ConstantFactor {};
+template <>
+struct RowsOf<CodecId::nvfp4> : Nvfp4Rows, ConstantFactor {};
+template <>
+struct RowsOf<CodecId::nvfp4_token> : Nvfp4Rows, ScaleFactor {};
+
+template <CodecId codec>
+inline void fill_rows(const Store& s, const Tile& tile, int head, uint16_t* memory, int pitch, Bf16Rows& rows) {
+  for (int j = 0; j < tile.num_runs; ++j) {
+    const Run& run = tile.runs[j];
+    Place at = place(s, run.block, head, run.offset);
+    for (int t = run.at; t < run.at + run.count; ++t) {
+      uint16_t* out = memory + int64_t{t} * pitch;
+      RowsOf<codec>::row(s, at, out);
+      rows.row[t] = out;
+      rows.factor[t] = RowsOf<codec>::factor(s, at);
+      at.data += s.data.stride_n;
+      at.scale = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(at.scale) + s.scale.stride_n);
+      at.block_scale += s.block_scale.stride_n;
+    }
+  }
+}
+
+// Rows of bf16 that lie in the pool as they are needed.
+inline void direct_rows(const Store& s, const Tile& tile, int head, Bf16Rows& rows) {
+  for (int j = 0; j < tile.num_runs; ++j) {
+    const Run& run = tile.runs[j];
+    const uint8_t* data = s.data.at(run.block, head, run.offset);
+    for (int t = run.at; t < run.at + run.count; ++t, data += s.data.stride_n)
+      rows.row[t] = reinterpret_cast<const uint16_t*>(data);
+  }
+}
+
 // Fills the rows of the present tokens of a tile; `memory` has 64 rows of `pitch` elements.
 inline void bf16_rows(const Store& s, const Tile& tile, int head, uint16_t* memory, int pitch, Bf16Rows& rows) {
   alignas(64) static constexpr uint16_t zeros[2 * kMaxDim] = {};
@@ -143,54 +216,27 @@ inline void bf16_rows(const Store& s, const Tile& tile, int head, uint16_t* memo
       rows.factor[t] = 0;
     }
   rows.has_factor = s.codec != CodecId::bf16;
-  for (int j = 0; j < tile.num_runs; ++j) {
-    const Run& run = tile.runs[j];
-    for (int i = 0; i < run.count; ++i) {
-      const Place at = place(s, run.block, head, run.offset + i);
-      const int t = run.at + i;
-      if (s.codec == CodecId::bf16 && s.dim % kRowPitch == 0) {
-        rows.row[t] = reinterpret_cast<const uint16_t*>(at.data);
-        continue;
-      }
-      uint16_t* out = memory + int64_t{t} * pitch;
-      rows.row[t] = out;
-      switch (s.codec) {
-        case CodecId::bf16:
-          plain_row(at.data, DType::bf16, s.dim, out);
-          break;
-        case CodecId::fp8:
-        case CodecId::index_fp8:
-          byte_row<E4m3>(at.data, s.dim, byte_table<E4m3>(), out);
-          rows.factor[t] = *at.scale;
-          break;
-        case CodecId::fp8_tensor:
-          byte_row<E4m3>(at.data, s.dim, byte_table<E4m3>(), out);
-          rows.factor[t] = s.constant_scale;
-          break;
-        case CodecId::fp8e5m2_tensor:
-          byte_row<E5m2>(at.data, s.dim, byte_table<E5m2>(), out);
-          rows.factor[t] = s.constant_scale;
-          break;
-        case CodecId::int8:
-          byte_row<Int8>(at.data, s.dim, byte_table<Int8>(), out);
-          rows.factor[t] = *at.scale;
-          break;
-        case CodecId::int8_tensor:
-          byte_row<Int8>(at.data, s.dim, byte_table<Int8>(), out);
-          rows.factor[t] = s.constant_scale;
-          break;
-        case CodecId::nvfp4:
-          nvfp4_row(at.data, at.block_scale, s.dim, out);
-          rows.factor[t] = s.constant_scale;
-          break;
-        case CodecId::nvfp4_token:
-          nvfp4_row(at.data, at.block_scale, s.dim, out);
-          rows.factor[t] = *at.scale;
-          break;
-        default:
-          break;
-      }
-    }
+  switch (s.codec) {
+    case CodecId::bf16:
+      if (s.dim % kRowPitch == 0) return direct_rows(s, tile, head, rows);
+      return fill_rows<CodecId::bf16>(s, tile, head, memory, pitch, rows);
+    case CodecId::fp8:
+    case CodecId::index_fp8:
+      return fill_rows<CodecId::fp8>(s, tile, head, memory, pitch, rows);
+    case CodecId::int8:
+      return fill_rows<CodecId::int8>(s, tile, head, memory, pitch, rows);
+    case CodecId::fp8_tensor:
+      return fill_rows<CodecId::fp8_tensor>(s, tile, head, memory, pitch, rows);
+    case CodecId::fp8e5m2_tensor:
+      return fill_rows<CodecId::fp8e5m2_tensor>(s, tile, head, memory, pitch, rows);
+    case CodecId::int8_tensor:
+      return fill_rows<CodecId::int8_tensor>(s, tile, head, memory, pitch, rows);
+    case CodecId::nvfp4:
+      return fill_rows<CodecId::nvfp4>(s, tile, head, memory, pitch, rows);
+    case CodecId::nvfp4_token:
+      return fill_rows<CodecId::nvfp4_token>(s, tile, head, memory, pitch, rows);
+    default:
+      return;  // has_bf16_rows refused it
   }
 }
 

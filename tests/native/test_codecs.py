@@ -166,15 +166,13 @@ def test_attention_reads_what_is_stored(
     batch.plan(2, heads)
     attention = _native.Attention([k_store.native], v_store.native, v_dim, heads * group)
     out, lse = attend(pool, batch, attention, q, v_dim, scale=dim**-0.5, dtype=q_dtype)
-    tolerance = 2e-5 if q_dtype == torch.float32 else 1e-2
+    tolerance = 2e-5 if q_dtype == torch.float32 else 2e-2
     for s in range(3):
         rows = slice(int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1]))
         slots = batch.slots_of(s)
         want, want_lse = exact(q[rows], k_store.decode(slots), v_store.decode(slots), batch.visible(s), scale=dim**-0.5)
         torch.testing.assert_close(out[rows].double(), want, atol=tolerance, rtol=tolerance)
-        # Options make new queries, which the bf16 kernels round once more.
-        lse_tolerance = 2e-4 if q_dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(lse[rows].double(), want_lse, atol=lse_tolerance, rtol=1e-4)
+        torch.testing.assert_close(lse[rows].double(), want_lse, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -17,8 +17,18 @@ constexpr uint8_t kNanCode = 0x7f;
 inline uint32_t magnitude(float x) { return bits(x) & 0x7fffffff; }
 inline uint32_t umin(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
+// A float of `mantissa` bits and the given bias from its code without sign, at compile time.
+constexpr float float_value(int code, int mantissa, int bias) {
+  const int exponent = code >> mantissa, fraction = code & ((1 << mantissa) - 1);
+  float v = exponent == 0 ? static_cast<float>(fraction) : static_cast<float>(fraction + (1 << mantissa));
+  for (int i = (exponent == 0 ? 1 : exponent) - bias - mantissa; i != 0; i += i < 0 ? 1 : -1) v *= i < 0 ? 0.5f : 2.0f;
+  return v;
+}
+
 // s eeee mmm, bias 7.
 struct E4m3 {
+  static constexpr float value(int code) { return code == 0x7f ? __builtin_nanf("") : float_value(code, 3, 7); }
+
   static constexpr float largest = 448.0f;
 
   static uint8_t encode(float y) {
@@ -40,6 +50,9 @@ struct E4m3 {
 
 // s eeeee mm, bias 15: the upper half of an fp16.
 struct E5m2 {
+  static constexpr float value(int code) {
+    return code > 0x7c ? __builtin_nanf("") : code == 0x7c ? __builtin_huge_valf() : float_value(code, 2, 15);
+  }
   static constexpr float largest = 57344.0f;
 
   static uint8_t encode(float y) {
@@ -61,6 +74,7 @@ struct E5m2 {
 
 // -127..127; NaN becomes 0.
 struct Int8 {
+  static constexpr float value(int code) { return static_cast<float>(code); }
   static constexpr float largest = 127.0f;
 
   static uint8_t encode(float y) {
