@@ -7,10 +7,51 @@
 namespace kvpool {
 namespace {
 
+// The codec that stores elements of a type as they are.
+constexpr CodecId plain_codec(DType type) {
+  return type == DType::fp32 ? CodecId::fp32 : type == DType::fp16 ? CodecId::fp16 : CodecId::bf16;
+}
+
+// Copies one row of a plain format; past the cache when it is not read soon and both ends are whole lines.
+inline void copy_row(uint8_t* dst, const uint8_t* src, int64_t bytes, bool bulk) {
+#if defined(__AVX512F__)
+  if (bulk && (reinterpret_cast<uintptr_t>(dst) | static_cast<uintptr_t>(bytes)) % 64 == 0) {
+    for (int64_t i = 0; i < bytes; i += 64)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), _mm512_loadu_si512(src + i));
+    return;
+  }
+#endif
+  static_cast<void>(bulk);
+  std::memcpy(dst, src, static_cast<size_t>(bytes));
+}
+
+// A write of elements that are stored as they come: no codec runs.
+inline void copy_rows(const WriteArgs& a, int64_t begin, int64_t end) {
+  const Store& s = *a.store;
+  const int64_t mask = s.tokens_per_block - 1, bytes = s.dim * item_size(a.src.dtype);
+  // Heads side by side on both ends are one row.
+  const bool dense = s.data.stride_h == bytes && a.src.stride_h == bytes;
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t slot = a.slots[t];
+    if (slot < 0) continue;
+    const int n = static_cast<int>(slot & mask);
+    if (dense) {
+      copy_row(s.data.at(slot >> s.block_shift, 0, n), a.src.at(t, 0), bytes * s.num_heads, a.bulk);
+      continue;
+    }
+    for (int h = 0; h < s.num_heads; ++h)
+      copy_row(s.data.at(slot >> s.block_shift, h, n), a.src.at(t, h), bytes, a.bulk);
+  }
+#if defined(__AVX512F__)
+  if (a.bulk) _mm_sfence();
+#endif
+}
+
 // Tokens [begin, end) of a write, all heads.
 template <CodecId codec>
 void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
   const Store& s = *a.store;
+  if (codec == plain_codec(a.src.dtype) && s.smoothing == nullptr && !s.rotation) return copy_rows(a, begin, end);
   alignas(64) float x[kMaxDim];
   const int64_t mask = s.tokens_per_block - 1;
   for (int64_t t = begin; t < end; ++t) {

@@ -72,6 +72,33 @@ def _strides(plane: Plane) -> tuple[int, int, int, int]:
     return plane.address, b, h, n
 
 
+def make_store(part: Part) -> _native.Store:
+    """Return what the kernels need to know of a part, and freeze its constants.
+
+    Raises:
+        UnsupportedError: Its codec has no native kernels.
+    """
+    if part.codec.name not in CODEC_IDS:
+        raise UnsupportedError(
+            f"codec {part.codec.name!r} has no native kernels; use backend='reference', or add a C++ header"
+        )
+    constants = part.constants
+    constants.freeze()
+    return _native.Store(
+        CODEC_IDS[part.codec.name],
+        part.num_heads,
+        list(part.vector.segments),
+        part.tokens_per_block,
+        part.planes["data"].tensor.shape[0],
+        _strides(part.planes["data"]),
+        _strides(part.planes["scale"]) if "scale" in part.planes else None,
+        _strides(part.planes["block_scale"]) if "block_scale" in part.planes else None,
+        1.0 if constants.scale is None else constants.scale,
+        0 if constants.smoothing is None else constants.smoothing.data_ptr(),
+        constants.rotation,
+    )
+
+
 class CpuBackend:
     """Kernels for this machine's instruction set.
 
@@ -127,25 +154,7 @@ class CpuBackend:
     def _store(self, part: Part) -> _native.Store:
         store = self._stores.get(part)
         if store is None:
-            if part.codec.name not in CODEC_IDS:
-                raise UnsupportedError(
-                    f"codec {part.codec.name!r} has no native kernels; use backend='reference', or add a C++ header"
-                )
-            constants = part.constants
-            constants.freeze()
-            store = self._stores[part] = _native.Store(
-                CODEC_IDS[part.codec.name],
-                part.num_heads,
-                list(part.vector.segments),
-                part.tokens_per_block,
-                part.planes["data"].tensor.shape[0],
-                _strides(part.planes["data"]),
-                _strides(part.planes["scale"]) if "scale" in part.planes else None,
-                _strides(part.planes["block_scale"]) if "block_scale" in part.planes else None,
-                1.0 if constants.scale is None else constants.scale,
-                0 if constants.smoothing is None else constants.smoothing.data_ptr(),
-                constants.rotation,
-            )
+            store = self._stores[part] = make_store(part)
         return store
 
     def write(self, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:

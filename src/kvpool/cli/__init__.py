@@ -10,6 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("kvpool.cli.run", "run"),
     "plan": ("kvpool.cli.plan", "plan"),
     "address": ("kvpool.cli.address", "address"),
+    "bench": ("kvpool.cli.bench", "bench"),
     "inspect": ("kvpool.cli.inspect", "inspect"),
     "serve": ("kvpool.cli.serve", "serve"),
     "cache": ("kvpool.cli.cache", "app"),

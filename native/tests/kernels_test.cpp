@@ -1,0 +1,230 @@
+// Every kernel on every instruction set of this CPU against plain loops in double, on buffers of exactly the size
+// they need: built with the address and undefined-behaviour sanitizers, a read or write outside them ends the run.
+//
+//   cmake --build build --target native_tests && build/native_tests
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "kernels/isa.hpp"
+#include "kernels/ops.hpp"
+#include "kernels/probe.hpp"
+#include "kernels/schedule.hpp"
+
+namespace kvpool {
+namespace {
+
+int failures = 0;
+
+void check(bool ok, const char* what, int codec, int isa) {
+  if (ok) return;
+  ++failures;
+  std::printf("FAILED %s: codec %d, instruction set %d\n", what, codec, isa);
+}
+
+int bytes_per_vector(CodecId codec, int dim) {
+  switch (codec) {
+    case CodecId::fp32: return 4 * dim;
+    case CodecId::fp16:
+    case CodecId::bf16: return 2 * dim;
+    case CodecId::nvfp4:
+    case CodecId::nvfp4_token:
+    case CodecId::index_fp4: return dim / 2;
+    default: return dim;
+  }
+}
+
+// A store whose planes are separate allocations of exactly their size.
+struct Owned {
+  Store store;
+  Counters counters;
+  std::unique_ptr<uint8_t[]> data, scale, block_scale;
+
+  Owned(CodecId codec, int heads, int dim, int tokens, int blocks, bool token_major) {
+    store.codec = codec;
+    store.num_heads = heads;
+    store.dim = store.segments[0] = dim;
+    store.tokens_per_block = tokens;
+    store.block_shift = __builtin_ctz(static_cast<unsigned>(tokens));
+    store.num_blocks = blocks;
+    store.constant_scale = 0.02f;
+    store.counters = &counters;
+    data = plane(store.data, bytes_per_vector(codec, dim), token_major);
+    scale = plane(store.scale, 4, false);
+    block_scale = plane(store.block_scale, codec == CodecId::index_fp4 ? dim / 32 : dim / 16, token_major);
+  }
+
+  std::unique_ptr<uint8_t[]> plane(Plane& p, int64_t bytes, bool token_major) {
+    const int64_t heads = store.num_heads, tokens = store.tokens_per_block;
+    p.stride_b = bytes * heads * tokens;
+    p.stride_h = token_major ? bytes : bytes * tokens;
+    p.stride_n = token_major ? bytes * heads : bytes;
+    auto memory = std::make_unique<uint8_t[]>(static_cast<size_t>(p.stride_b * store.num_blocks));
+    std::memset(memory.get(), 0xff, static_cast<size_t>(p.stride_b * store.num_blocks));  // NaN everywhere
+    p.base = memory.get();
+    return memory;
+  }
+};
+
+struct Case {
+  CodecId codec;
+  int heads, group, dim, tokens;
+  bool token_major;
+  DType q_type;
+  int window, split;
+};
+
+uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+float from_bf16(uint16_t x) {
+  const uint32_t u = uint32_t{x} << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+
+void run(const Case& c, Isa isa, Workers& workers) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const int lengths[] = {70, 0, 131, 5}, rows[] = {1, 2, 131, 3};
+  const int sequences = 4;
+  const int code = static_cast<int>(c.codec), set = static_cast<int>(isa);
+  std::vector<int32_t> cu{0}, lens(lengths, lengths + sequences);
+  int blocks = 0, most = 0;
+  for (int s = 0; s < sequences; ++s) {
+    cu.push_back(cu.back() + rows[s]);
+    const int need = (lengths[s] + c.tokens - 1) / c.tokens;
+    blocks += need;
+    most = std::max(most, need);
+  }
+  const int total = cu.back();
+  std::vector<int32_t> table(static_cast<size_t>(sequences * most), -1);
+  int next = blocks - 1;
+  for (int s = 0; s < sequences; ++s)
+    for (int b = 0; b < (lengths[s] + c.tokens - 1) / c.tokens; ++b) table[static_cast<size_t>(s * most + b)] = next--;
+  Owned k(c.codec, c.heads, c.dim, c.tokens, blocks, c.token_major);
+  Owned v(c.codec, c.heads, c.dim, c.tokens, blocks, c.token_major);
+
+  for (int s = 0; s < sequences; ++s) {
+    std::vector<int64_t> slots;
+    for (int t = 0; t < lengths[s]; ++t)
+      slots.push_back(int64_t{table[static_cast<size_t>(s * most + t / c.tokens)]} * c.tokens + t % c.tokens);
+    std::vector<float> x(static_cast<size_t>(lengths[s] * c.heads * c.dim));
+    for (Owned* part : {&k, &v}) {
+      for (float& value : x) value = normal(random);
+      WriteArgs args{&part->store,
+                     {reinterpret_cast<uint8_t*>(x.data()), DType::fp32, 4 * c.heads * c.dim, 4 * c.dim},
+                     slots.data(),
+                     lengths[s]};
+      if (lengths[s] > 0) write(workers, isa, &args, 1);
+    }
+  }
+
+  StepView step;
+  step.cu_seqlens = cu.data();
+  step.seq_lens = lens.data();
+  step.block_table = table.data();
+  step.table_stride = most;
+  step.num_sequences = sequences;
+  step.num_tokens = total;
+  step.window = c.window;
+  Schedule schedule;
+  schedule.plan(step, {workers.num_threads(), c.heads, 32, c.split});
+  schedule.attach(step);
+
+  const int queries = c.heads * c.group;
+  std::vector<float> q32(static_cast<size_t>(total * queries * c.dim));
+  std::vector<uint16_t> q16(q32.size());
+  for (size_t i = 0; i < q32.size(); ++i) {
+    q16[i] = to_bf16(normal(random));
+    q32[i] = from_bf16(q16[i]);
+  }
+  std::vector<float> out(q32.size(), NAN), lse(static_cast<size_t>(total * queries), NAN);
+  AttendArgs args;
+  args.step = &step;
+  args.k[0] = &k.store;
+  args.v = &v.store;
+  args.v_dim = c.dim;
+  args.num_q_heads = queries;
+  const int64_t item = item_size(c.q_type);
+  args.q = {c.q_type == DType::fp32 ? reinterpret_cast<uint8_t*>(q32.data()) : reinterpret_cast<uint8_t*>(q16.data()),
+            c.q_type, item * queries * c.dim, item * c.dim};
+  args.out = {reinterpret_cast<uint8_t*>(out.data()), DType::fp32, 4 * queries * c.dim, 4 * c.dim};
+  args.scale = 0.1f;
+  args.lse = lse.data();
+  attend(workers, isa, args);
+
+  std::vector<int64_t> indptr{0};
+  for (int s = 0; s < sequences; ++s) indptr.push_back(indptr.back() + lengths[s]);
+  std::vector<float> keys(static_cast<size_t>(indptr.back() * c.heads * c.dim)), values(keys.size());
+  for (auto [part, to] : {std::pair{&k, &keys}, std::pair{&v, &values}})
+    gather(workers, isa, step, part->store,
+           {reinterpret_cast<uint8_t*>(to->data()), DType::fp32, 4 * c.heads * c.dim, 4 * c.dim}, indptr.data(), nullptr);
+
+  double worst = 0;
+  for (int s = 0; s < sequences; ++s)
+    for (int r = 0; r < rows[s]; ++r)
+      for (int h = 0; h < queries; ++h) {
+        const int position = lengths[s] - rows[s] + r, row = cu[static_cast<size_t>(s)] + r;
+        const int first = c.window > 0 ? std::max(0, position - c.window + 1) : 0;
+        std::vector<double> weight, want(static_cast<size_t>(c.dim), 0.0);
+        double sum = 0;
+        for (int t = first; t <= position; ++t) {
+          double dot = 0;
+          for (int d = 0; d < c.dim; ++d)
+            dot += double{q32[static_cast<size_t>((row * queries + h) * c.dim + d)]} *
+                   keys[static_cast<size_t>(((indptr[static_cast<size_t>(s)] + t) * c.heads + h / c.group) * c.dim + d)];
+          weight.push_back(std::exp(0.1 * dot));
+          sum += weight.back();
+        }
+        for (int t = first; t <= position; ++t)
+          for (int d = 0; d < c.dim; ++d)
+            want[static_cast<size_t>(d)] +=
+                weight[static_cast<size_t>(t - first)] / sum *
+                values[static_cast<size_t>(((indptr[static_cast<size_t>(s)] + t) * c.heads + h / c.group) * c.dim + d)];
+        for (int d = 0; d < c.dim; ++d) {
+          const double error =
+              std::fabs(out[static_cast<size_t>((row * queries + h) * c.dim + d)] - want[static_cast<size_t>(d)]);
+          worst = error > worst || error != error ? error : worst;
+        }
+      }
+  check(worst < (c.q_type == DType::fp32 ? 1e-4 : 3e-2), "attend", code, set);
+}
+
+void moves(Workers& workers) {
+  std::vector<uint8_t> src(7 * 100'003), dst(src.size());
+  for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<uint8_t>(i * 31);
+  const int32_t from[] = {6, 0, 3}, to[] = {1, 6, 2};
+  copy_blocks(workers, {src.data(), 100'003, 0}, {dst.data(), 100'003, 0}, 100'003, 1, from, to, 3);
+  for (int i = 0; i < 3; ++i)
+    check(std::memcmp(&dst[static_cast<size_t>(to[i]) * 100'003], &src[static_cast<size_t>(from[i]) * 100'003],
+                      100'003) == 0,
+          "copy_blocks", -1, -1);
+}
+
+}  // namespace
+}  // namespace kvpool
+
+int main() {
+  using namespace kvpool;
+  Workers workers(3);
+  for (int isa = 0; isa <= static_cast<int>(best_isa()); ++isa)
+    for (int codec = 0; codec < kNumCodecs; ++codec)
+      for (const DType type : {DType::fp32, DType::bf16}) {
+        const auto id = static_cast<CodecId>(codec);
+        run({id, 2, 4, 96, 16, false, type, 0, 0}, static_cast<Isa>(isa), workers);
+        run({id, 3, 1, 64, 8, true, type, 33, 64}, static_cast<Isa>(isa), workers);
+        run({id, 1, 12, 160, 64, true, type, 0, 64}, static_cast<Isa>(isa), workers);
+      }
+  moves(workers);
+  std::printf(failures == 0 ? "all passed\n" : "%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,89 @@
+"""`kvpool bench`: the native kernels against the bandwidth of this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli import options
+
+
+def _machine(isa: str) -> dict[str, Any]:
+    import os
+    import platform
+
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return {"cpu": name, "cpus": os.cpu_count(), "isa": isa, "load": os.getloadavg()[0]}
+
+
+def _clean(value: Any) -> Any:
+    """NaN has no place in JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _clean(v) for key, v in value.items()}
+    return [_clean(v) for v in value] if isinstance(value, list) else value
+
+
+def bench(
+    case: Annotated[str, typer.Argument(help="decode, prefill, write, mla or copy")],
+    codec: Annotated[str, typer.Option(help="Formats, comma-separated")] = "bf16,fp8,int8,nvfp4",
+    layout: Annotated[str, typer.Option(help="HND, NHD or both, comma-separated")] = "HND",
+    tokens_per_block: Annotated[str, typer.Option(help="Powers of two, comma-separated")] = "64",
+    context: Annotated[int, typer.Option(help="Tokens of a sequence")] = 8192,
+    batch: Annotated[int, typer.Option(help="Sequences")] = 1,
+    heads: Annotated[str, typer.Option(help="Query heads, KV heads, head size; mla: heads, rank, rope")] = "",
+    rows: Annotated[int, typer.Option(help="prefill: query rows; write: tokens of a call")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads")] = 1,
+    seconds: Annotated[float, typer.Option(help="Time for each row")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")] = False,
+) -> None:
+    """Measure a case over formats, layouts and block sizes; every row beside the probes of the same seconds."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvpool.backends.cpu import ISAS, choose_isa
+    from kvpool.measure.bench import Shape, compare, measure
+
+    torch.set_num_threads(threads)
+    default = "16,512,64" if case == "mla" else "32,8,128"
+    first, second, third = (options.integer(part, "--heads") for part in options.split(heads or default, "--heads"))
+    if case == "mla":
+        sizes = {"q_heads": first, "kv_heads": 1, "head_dim": second + third, "v_dim": second}
+    else:
+        sizes = {"q_heads": first, "kv_heads": second, "head_dim": third}
+    many = rows or {"prefill": 512, "write": 2048}.get(case, 1)
+    found = [
+        measure(Shape(case, name, order, n, context, batch, threads=threads, rows=many, **sizes), seconds)
+        for name in options.split(codec, "--codec")
+        for order in options.split(layout, "--layout")
+        for n in (options.integer(part, "--tokens-per-block") for part in options.split(tokens_per_block, "..."))
+    ]
+    compare(found, "bf16")
+    probe = {
+        "read_gb_s": max((row["read_gb_s"] for row in found if "read_gb_s" in row), default=None),
+        "copy_gb_s": max((row["copy_gb_s"] for row in found if "copy_gb_s" in row), default=None),
+    }
+    machine = _machine(ISAS[choose_isa(None)])
+    if as_json:
+        print(json.dumps(_clean({"machine": machine, "probe": probe, "rows": found})))
+        return
+    shown = ("codec", "layout", "tokens_per_block", "path", "gb_s", "ratio_read", "ratio_paged_read", "ratio_copy",
+             "tokens_per_s", "vs_bf16", "p50_us", "spread")  # fmt: skip
+    table = Table(title=f"{case}: {machine['cpu']}, {threads} threads, load {machine['load']:.1f}")
+    columns = [name for name in shown if any(name in row for row in found)]
+    for name in (*columns, "torch_sdpa"):
+        table.add_column(name, justify="right")
+    for row in found:
+        cells = [row.get(name, "") for name in columns] + [row["vs_peer"].get("torch_sdpa", "")]
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    Console().print(table)
