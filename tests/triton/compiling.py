@@ -166,7 +166,10 @@ def main() -> None:
             try:
                 row |= compile_launch(launch, options.capability)
             except Exception as error:
-                row |= {"kernel": launch.kernel.__name__, "error": f"{type(error).__name__}: {error} {error.__cause__}"[-900:]}
+                row |= {
+                    "kernel": launch.kernel.__name__,
+                    "error": f"{type(error).__name__}: {error} {error.__cause__}"[-900:],
+                }
             print(json.dumps(row), flush=True)
 
 

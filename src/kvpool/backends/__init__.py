@@ -13,6 +13,7 @@ __all__ = ["BACKENDS", "Attention", "Backend", "get_backend"]
 BACKENDS: dict[str, tuple[str, str, tuple[str, ...], bool]] = {
     "cpu": ("kvpool.backends.cpu", "CpuBackend", ("cpu",), True),
     "triton": ("kvpool.backends.triton", "TritonBackend", ("cuda",), True),
+    "flashinfer": ("kvpool.backends.flashinfer", "FlashInferBackend", ("cuda",), False),
     "reference": ("kvpool.backends.reference", "ReferenceBackend", ("cpu", "cuda"), False),
 }
 

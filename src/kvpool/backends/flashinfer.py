@@ -1,0 +1,160 @@
+"""FlashInfer's attention over our pools: reads them as they are, for the formats it knows; refuses the rest by name.
+
+Writing, copying and everything else is the Triton backend's: the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kvpool.backends.base import Attention
+from kvpool.backends.exports import PagedCache, paged_cache
+from kvpool.backends.triton import TritonBackend
+from kvpool.errors import UnsupportedError
+from kvpool.pools import Part
+from kvpool.step import Step
+
+#: Bytes FlashInfer recommends for its partial results.
+WORKSPACE_BYTES = 128 << 20
+
+
+def refusal(k: tuple[Part, ...], v: Part, options: Attention) -> str:
+    """Return what of a call FlashInfer has no kernel for; empty when it has one."""
+    if v is k[0] or len(k) > 1:
+        return "latents of other formats than plain ones" if v.codec.quantised or k[-1].codec.quantised else ""
+    if options.lifetime.chunk is not None:
+        return "chunked attention"
+    if options.lifetime.sink_tokens:
+        return "sink tokens before a window"
+    if options.indices is not None:
+        return "sparse slots"
+    if options.tree is not None:
+        return "tree masks"
+    return ""
+
+
+class FlashInferBackend(TritonBackend):
+    """Attends with FlashInfer's paged kernels (`fa2`), planned once a step for every kind of call."""
+
+    name = "flashinfer"
+
+    def __init__(self, device: str | torch.device = "cuda") -> None:
+        super().__init__(device)
+        try:
+            import flashinfer
+        except ImportError as error:
+            raise UnsupportedError(f"backend 'flashinfer' needs the package flashinfer-python ({error})") from error
+        self._library = flashinfer
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[tuple[Any, ...], Any] = {}
+        self._planned: set[tuple[Any, ...]] = set()
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self._planned.clear()
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: tuple[Part, ...],
+        v: Part,
+        v_dim: int,
+        step: Step,
+        options: Attention,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        reason = refusal(k, v, options)
+        if reason:
+            raise UnsupportedError(f"backend 'flashinfer' has no kernel for {reason}; use backend='triton'")
+        for part in (*k, v):
+            part.constants.freeze()
+        if v is k[0]:
+            self._attend_latent(q, k, v_dim, step, options, out, lse)
+            return
+        cache = paged_cache(k[0], v)
+        wrapper = self._plan(q, k[0], v, cache, step, options)
+        scales = None if cache.k_scales is None else (cache.k_scales, cache.v_scales)
+        result = wrapper.run(
+            q,
+            (cache.k, cache.v),
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=out,
+            return_lse=lse is not None,
+            sinks=None if options.sinks is None else options.sinks.float(),
+            kv_cache_sf=scales,
+        )
+        if lse is not None:
+            lse.copy_(result[1] * math.log(2.0))  # theirs is base 2
+
+    def _plan(self, q: torch.Tensor, k: Part, v: Part, cache: PagedCache, step: Step, options: Attention) -> Any:
+        window = -1 if options.lifetime.window is None else options.lifetime.window - 1  # theirs leaves itself out
+        shape = (k.group, q.shape[1], k.vector, v.vector, q.dtype, cache.k.dtype, cache.token_head, cache.layout)
+        key = (*shape, window, options.scale, options.softcap)
+        if key not in self._wrappers:
+            made = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, cache.layout, backend="fa2")
+            self._wrappers[key] = made
+        wrapper = self._wrappers[key]
+        if key not in self._planned:
+            indptr, indices, last = step.paged(k.group)
+            wrapper.plan(
+                step.cu_seqlens,
+                indptr,
+                indices.clamp(min=0),  # blocks outside the window are not held, and not seen
+                last.clamp(min=1),
+                q.shape[1],
+                k.num_heads,
+                k.vector.dim,
+                k.tokens_per_block,
+                head_dim_vo=v.vector.dim,
+                causal=True,
+                sm_scale=options.scale,
+                window_left=window,
+                logits_soft_cap=options.softcap,
+                q_data_type=q.dtype,
+                kv_data_type=cache.k.dtype,
+                use_token_head_sf=cache.token_head,
+            )
+            self._planned.add(key)
+        return wrapper
+
+    def _attend_latent(
+        self,
+        q: torch.Tensor,
+        k: tuple[Part, ...],
+        v_dim: int,
+        step: Step,
+        options: Attention,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        planes = [part.planes["data"].tensor[:, 0] for part in k]  # [pages, page, D]
+        latent, rope = planes if len(planes) == 2 else (planes[0][..., :v_dim], planes[0][..., v_dim:])
+        key = ("latent", k[0].group, q.shape[1], v_dim, rope.shape[-1], q.dtype, latent.dtype, options.scale)
+        if key not in self._wrappers:
+            self._wrappers[key] = self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2")
+        wrapper = self._wrappers[key]
+        if key not in self._planned:
+            indptr, indices, _ = step.paged(k[0].group)
+            wrapper.plan(
+                step.cu_seqlens,
+                indptr,
+                indices.clamp(min=0),
+                step.groups[k[0].group].seq_lens,
+                q.shape[1],
+                v_dim,
+                rope.shape[-1],
+                k[0].tokens_per_block,
+                True,
+                options.scale,
+                q.dtype,
+                latent.dtype,
+            )
+            self._planned.add(key)
+        result = wrapper.run(q[..., :v_dim], q[..., v_dim:], latent, rope, out=out, return_lse=lse is not None)
+        if lse is not None:
+            lse.copy_(result[1] * math.log(2.0))
