@@ -294,7 +294,28 @@ class KVCache:
         token = torch.arange(int(indptr[-1]), device=lengths.device) - indptr[row]
         block = tables.block_table[row, token // n].long()
         slots = torch.where(block >= 0, block * n + token % n, -1)
-        return (*self._read(parts, slots), indptr)
+        return (*self._read((*parts.k, parts.v), slots), indptr)
+
+    def take(self, layer: int, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+        """Return what slots hold at a layer, decoded: `(k, v)` or `(latent, rope)`, each `[n, H, D]`.
+
+        Args:
+            layer: Model layer.
+            slots: `[n]` int64 in the layer's group; -1 gives zeros.
+            dtype: Of the result.
+        """
+        parts = self._layers[layer]
+        if parts.v is None:
+            raise PlanError(f"layer {layer} stores no keys")
+        out = self._read((*parts.k, parts.v), slots, dtype)
+        return out if len(out) == 2 else (out[0][..., : parts.v_dim], out[0][..., parts.v_dim :])
+
+    def take_index(self, layer: int, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the indexer keys at slots `[n]` int64, decoded, `[n, 1, Di]`; zeros for -1."""
+        part = self._layers[layer].index
+        if part is None:
+            raise PlanError(f"layer {layer} stores no indexer keys")
+        return self._read((part,), slots, dtype)[0]
 
     def view(self, layer: int, part: str, heads: slice = slice(None)) -> View:
         """Return a layer's pool as strided tensors for other libraries' kernels; see `kvpool.pools.View`.
@@ -315,13 +336,21 @@ class KVCache:
         n = parts.v.tokens_per_block
         token = torch.arange(length)
         block = torch.tensor(table, dtype=torch.int64)[token // n]
-        return self._read(parts, torch.where(block >= 0, block * n + token % n, -1).to(self.device))
+        slots = torch.where(block >= 0, block * n + token % n, -1).to(self.device)
+        return self._read((*parts.k, parts.v), slots)
 
-    def _read(self, parts: LayerParts, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Decode the tokens at `slots` of each part, keys first."""
+    def _read(
+        self, parts: Iterable[Part], slots: torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, ...]:
+        """Decode the tokens at `slots` of each part once, in order."""
         out = []
+<<<<<<< HEAD
         for part in dict.fromkeys(p for p in (*parts.k, parts.v) if p is not None):
             out.append(torch.empty((len(slots), part.num_heads, part.vector.dim), device=slots.device))
+=======
+        for part in dict.fromkeys(parts):
+            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim), dtype=dtype))
+>>>>>>> 221b596 (Run generate on a paged cache: PagedCache)
             self.backend.read(part, slots, out[-1])
         return tuple(out)
 

@@ -1,8 +1,9 @@
-"""kvpool inside Hugging Face transformers: an attention function and cache objects its models accept."""
+"""kvpool inside Hugging Face transformers: caches its models accept, and an attention function that reads them."""
 
 from __future__ import annotations
 
 from kvpool.transformers.attention import ATTENTION_NAME, register_attention
 from kvpool.transformers.packed import PackedCache
+from kvpool.transformers.paged import PagedCache
 
-__all__ = ["ATTENTION_NAME", "PackedCache", "register_attention"]
+__all__ = ["ATTENTION_NAME", "PackedCache", "PagedCache", "register_attention"]

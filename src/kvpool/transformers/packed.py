@@ -5,63 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedModel
 
 from kvpool.cache import KVCache
-from kvpool.errors import KVError
+from kvpool.errors import KVError, UnsupportedError
 from kvpool.step import Step
-from kvpool.transformers.attention import ATTENTION_NAME, KWARG
+from kvpool.transformers.dense import DenseMap
+from kvpool.transformers.steps import StepCache
 
 
-class PackedLayer(CacheLayerMixin):
-    """One layer of `PackedCache`: writes what it is given into the step's slots."""
-
-    is_sliding = False
-
-    def __init__(self, owner: PackedCache, layer: int) -> None:
-        super().__init__()
-        self.owner = owner
-        self.layer = layer
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, kwargs: dict[str, Any] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `k, v [1, H, T, D]` and hand the step to the attention function."""
-        step = self.owner.step
-        if step is None or kwargs is None:
-            raise KVError(
-                "a packed forward runs inside `PackedCache.forward`, on a model that passes kwargs to its cache"
-            )
-        self.owner.cache.write(self.layer, step, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
-        kwargs[KWARG] = (self.owner.cache, self.layer, step)
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class PackedCache(Cache):
-    """Lets a transformers model run steps of a `KVCache`.
+class PackedCache(StepCache):
+    """Lets a transformers model run steps that somebody else opens and ends.
 
     Args:
         cache: The paged cache.
-        model: A causal language model; its attention implementation is set to kvpool's.
+        model: A causal language model whose attention is called by name.
     """
 
-    def __init__(self, cache: KVCache, model: Any) -> None:
-        super().__init__(layers=[PackedLayer(self, layer) for layer in range(cache.plan.spec.num_layers)])
-        self.cache = cache
-        self.model = model
-        self.step: Step | None = None
+    def __init__(self, cache: KVCache, model: PreTrainedModel) -> None:
+        super().__init__(cache, model)
+        if self._states:
+            raise UnsupportedError(
+                f"{type(model).__name__} keeps recurrent states, whose layers cannot tell packed sequences apart; use"
+                " PagedCache(model)"
+            )
 
     @torch.inference_mode()
     def forward(self, step: Step, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,17 +40,8 @@ class PackedCache(Cache):
 
         Returns:
             Logits `[n, vocabulary]`.
-
-        Raises:
-            KVError: The model uses another attention implementation by now.
         """
-        attention = self.model.config._attn_implementation
-        if attention != ATTENTION_NAME:
-            raise KVError(
-                f"the model's attention is {attention!r}, which would read other sequences' rows; set it back with"
-                f" model.set_attn_implementation({ATTENTION_NAME!r})"
-            )
-        self.step = step
+        self.step, self.dense = step, DenseMap(1, step.total_tokens)
         try:
             output = self.model(
                 input_ids=step.token_ids[None],
@@ -93,6 +51,22 @@ class PackedCache(Cache):
                 logits_to_keep=(step.last_rows if rows is None else rows).long(),
             )
         finally:
-            self.step = None
+            self.abort()
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are given, and no mask is made
+
+    def prepare(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
+        raise KVError("PackedCache runs steps of its KVCache; for model.generate use PagedCache(model)")
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.step is None:
+            raise KVError("a packed forward runs inside PackedCache.forward")
+
+    def after_forward(self, failed: bool) -> None:
+        """Leave the step to whoever opened it."""
+
+    def abort(self) -> None:
+        self.step = self.dense = self._stored = None

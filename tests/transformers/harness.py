@@ -1,0 +1,91 @@
+"""Runs one model with transformers' own cache and with ours, and compares what comes out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvpool.transformers import PagedCache
+
+#: A token may differ where the two best logits are closer than this.
+NEAR_TIE = 1e-4
+#: fp32: two orders of summing a few hundred products of size one.
+LOGIT_TOLERANCE = 2e-3
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: object, **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"max_new_tokens": 12, "do_sample": False, **options}
+    return model.generate(
+        ids, attention_mask=mask, cache=cache, output_logits=True, return_dict_in_generate=True, **options
+    )
+
+
+def generate_alone(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: None, **options: Any) -> Any:
+    """Generate row by row, without padding; the result looks like that of the batch."""
+    rows = [
+        generate(model, i[m.bool()][None], m[m.bool()][None], cache, **options) for i, m in zip(ids, mask, strict=True)
+    ]
+    padding = [torch.zeros(1, ids.shape[1] - int(m.sum()), dtype=ids.dtype) for m in mask]
+    sequences = torch.cat([torch.cat([p, row.sequences], 1) for p, row in zip(padding, rows, strict=True)])
+    logits = [torch.cat(step) for step in zip(*(row.logits for row in rows), strict=True)]
+    return SimpleNamespace(sequences=sequences, logits=logits)
+
+
+def check_same(want: Any, got: Any, prompt_length: int) -> int:
+    """Tokens are equal up to a near tie, logits are close up to there; return the number of near ties."""
+    ties = 0
+    for b in range(len(want.sequences)):
+        for step, (expected, actual) in enumerate(zip(want.logits, got.logits, strict=True)):
+            best = expected[b].topk(2).values
+            gap = (expected[b] - actual[b]).abs().max().item()
+            assert gap < LOGIT_TOLERANCE, f"row {b}, step {step}: logits differ by {gap}"
+            column = prompt_length + step
+            if want.sequences[b, column] != got.sequences[b, column]:
+                assert best[0] - best[1] < NEAR_TIE, f"row {b}, step {step}: another token, and no near tie"
+                ties += 1
+                break
+    return ties
+
+
+@contextmanager
+def counted_attends(cache: PagedCache) -> Iterator[Counter[int]]:
+    """Count the attention calls that reach the backend, by layer (the layer whose keys are read)."""
+    kv = cache.cache
+    layers = {kv._layers[i].v: i for i in reversed(range(kv.plan.spec.num_layers)) if kv._layers[i].v is not None}
+    calls: Counter[int] = Counter()
+    original = kv.backend.attend
+
+    def attend(q: torch.Tensor, k: Any, v: Any, *rest: Any) -> None:
+        calls[layers[v]] += 1
+        original(q, k, v, *rest)
+
+    kv.backend.attend = attend  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        del kv.backend.attend
+
+
+@contextmanager
+def recorded_steps(cache: PagedCache) -> Iterator[list[int]]:
+    """Record how many tokens every step computes."""
+    totals: list[int] = []
+    original = cache.cache.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        opened = original(*args, **kwargs)
+        totals.append(opened.total_tokens)
+        return opened
+
+    cache.cache.step = step  # type: ignore[method-assign]
+    try:
+        yield totals
+    finally:
+        del cache.cache.step

@@ -1,0 +1,98 @@
+"""Every way of decoding that `generate` knows, on PagedCache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import check_same, counted_attends, generate
+from tiny_models import prompts, tiny
+from transformers import PreTrainedModel
+
+from kvpool.transformers import PagedCache
+
+MODES = ["kernel", "gather"]
+
+
+def paged(model: PreTrainedModel, mode: str, **options: Any) -> PagedCache:
+    return PagedCache(model, budget="8MiB", tokens_per_block=16, backend="cpu", mode=mode, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sampling_several_answers_gives_the_same_ones(mode: str) -> None:
+    model = tiny("llama")
+    ids, mask = prompts([21, 34])
+    options = {"do_sample": True, "num_return_sequences": 3, "temperature": 0.8, "top_k": 40}
+    want = generate(model, ids, mask, None, **options)
+    cache = paged(model, mode)
+    for _ in range(2):
+        assert check_same(want, generate(model, ids, mask, cache, **options), ids.shape[1]) == 0
+    cache.cache.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_beam_search_finds_the_same_beams(family: str, mode: str) -> None:
+    model = tiny(family)
+    ids, mask = prompts([21, 34])
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 20}
+    want = generate(model, ids, mask, None, **options)
+    cache = paged(model, mode)
+    for _ in range(2):
+        got = generate(model, ids, mask, cache, **options)
+        assert torch.equal(want.sequences, got.sequences)
+        torch.testing.assert_close(want.sequences_scores, got.sequences_scores, rtol=0, atol=1e-4)
+    cache.cache.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prompt_lookup_accepts_and_crops(mode: str) -> None:
+    model = tiny("llama")
+    ids, mask = prompts([12])
+    ids, mask = ids.repeat(1, 3), mask.repeat(1, 3)  # a prompt that repeats itself gives drafts
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
+    cache = paged(model, mode)
+    for _ in range(2):
+        got = model.generate(
+            ids, attention_mask=mask, cache=cache, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=5
+        )
+        assert torch.equal(want, got)
+    cache.cache.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_assisted_decoding_gives_the_same_tokens(mode: str) -> None:
+    model, assistant = tiny("llama"), tiny("llama", num_hidden_layers=1)
+    ids, mask = prompts([40])
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
+    cache = paged(model, mode)
+    for _ in range(2):
+        got = model.generate(
+            ids, attention_mask=mask, cache=cache, assistant_model=assistant, max_new_tokens=24, do_sample=False
+        )
+        assert torch.equal(want, got)
+    cache.cache.check()
+
+
+def test_a_second_assisted_call_reuses_a_long_prompt() -> None:
+    model = tiny("llama")
+    ids, mask = prompts([200])
+    cache = paged(model, "kernel")
+    options = {"attention_mask": mask, "cache": cache, "max_new_tokens": 8, "do_sample": False}
+    first = model.generate(ids, prompt_lookup_num_tokens=4, **options)
+    seen = cache.cache.stats().hit_tokens
+    second = model.generate(ids, prompt_lookup_num_tokens=4, **options)
+    assert torch.equal(first, second)
+    assert cache.cache.stats().hit_tokens - seen >= 128
+
+
+def test_beams_share_the_blocks_of_their_prompt() -> None:
+    model = tiny("llama")
+    ids, mask = prompts([160])
+    cache = paged(model, "kernel")
+    with counted_attends(cache) as calls:
+        generate(model, ids, mask, cache, num_beams=4, max_new_tokens=8)
+    assert calls[0] == 8
+    # Ten full blocks once, and at most two of their own for each of four beams.
+    assert cache.cache.stats().used <= 10 + 4 * 2

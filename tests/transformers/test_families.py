@@ -1,0 +1,119 @@
+"""Every family on its real modeling code: the tokens and logits of transformers' own cache, in two rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from harness import check_same, counted_attends, generate, generate_alone, recorded_steps
+from tiny_models import FAMILIES, prompts, tiny
+from transformers import PreTrainedModel
+
+from kvpool.kinds import IndexerKind, KVKind, LatentKind, SharedKind, StateKind
+from kvpool.transformers import PagedCache
+
+#: Families whose attention is not called by name, and why: the model's own attention gets dense keys and values.
+GATHER_ONLY = {"falcon": "its attention function is chosen when the model is built"}
+#: Families that are refused, and why.
+REFUSED = {"minimax": "its layers demand transformers' MiniMaxCache by class"}
+#: Sparse attention: where scores tie, transformers itself picks other tokens in a padded batch than without padding.
+#: These are compared row by row, with weights (seed 1) under which nothing ties.
+ALONE = {"deepseek_v32", "glm_moe_dsa"}
+NEW = 12
+KERNEL = sorted(set(FAMILIES) - set(GATHER_ONLY) - set(REFUSED))
+
+
+def paged(model: PreTrainedModel, **options: Any) -> PagedCache:
+    options = {"backend": "cpu", "tokens_per_block": 16, "codec": {"*": "fp32", "index": "fp32"}, **options}
+    return PagedCache(model, budget="16MiB", **options)
+
+
+def check_two_rounds(family: str, cache: PagedCache, model: PreTrainedModel, lengths: list[int]) -> list[int]:
+    """Generate, then go on with a new question; return the tokens the steps of the second round computed."""
+    reference = generate_alone if family in ALONE else generate
+    ids, mask = prompts(lengths, shared=min(lengths) - 2)
+    first = generate(model, ids, mask, cache, max_new_tokens=NEW)
+    ties = check_same(reference(model, ids, mask, None, max_new_tokens=NEW), first, ids.shape[1])
+    question, _ = prompts([9] * len(lengths), seed=1)
+    ids = torch.cat([first.sequences, question], 1)
+    mask = torch.cat([mask, torch.ones(len(lengths), NEW + 9, dtype=torch.long)], 1)
+    with recorded_steps(cache) as totals:
+        second = generate(model, ids, mask, cache, max_new_tokens=NEW)
+    ties += check_same(reference(model, ids, mask, None, max_new_tokens=NEW), second, ids.shape[1])
+    assert ties == 0
+    cache.cache.check()
+    return totals
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(REFUSED)))
+def test_two_rounds_give_the_tokens_of_transformers(family: str) -> None:
+    model = tiny(family, seed=1)
+    cache = paged(model, backend="reference" if family in ALONE else "cpu")
+    assert cache.gathers == (family in GATHER_ONLY)
+    totals = check_two_rounds(family, cache, model, [41, 12, 30])
+    # What the second round computes: the last generated token and the question, of every row.
+    assert sum(totals) == 3 * (10 + NEW - 1)
+
+
+@pytest.mark.parametrize("family", KERNEL)
+def test_every_attention_layer_calls_the_backend_in_every_step(family: str) -> None:
+    model = tiny(family)
+    cache = paged(model, backend="reference" if family in ALONE else "cpu")
+    ids, mask = prompts([20, 5])
+    with counted_attends(cache) as calls, recorded_steps(cache) as totals:
+        generate(model, ids, mask, cache, max_new_tokens=3)
+    expected: Counter[int] = Counter()
+    for layer, spec in enumerate(cache.cache.plan.spec.layers):
+        if any(isinstance(kind, KVKind | LatentKind | SharedKind) for kind in spec.kinds):
+            expected[cache.cache.plan.source_layer(layer)] += len(totals)
+    assert calls == expected
+    assert len(totals) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["kernel", "gather"])
+@pytest.mark.parametrize("window", [8, 24])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(REFUSED)))
+def test_long_prompts_and_other_windows(family: str, window: int, mode: str) -> None:
+    field = "attention_chunk_size" if "attention_chunk_size" in FAMILIES[family][1] else "sliding_window"
+    if not FAMILIES[family][1].get(field) and window != 8:
+        pytest.skip("no windows")
+    if mode == "kernel" and family in GATHER_ONLY:
+        pytest.skip(GATHER_ONLY[family])
+    over = {field: window} if FAMILIES[family][1].get(field) else {}
+    model = tiny(family, seed=1, **over)
+    cache = paged(model, mode=mode, backend="reference" if family in ALONE else "cpu")
+    check_two_rounds(family, cache, model, [200, 150, 12])
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "gemma4", "gpt_oss", "deepseek_v3"])
+def test_quantised_storage_keeps_logits_close(family: str, codec: str) -> None:
+    """int8 errs by 1/254 of a vector's largest element, fp8 by 1/16 of each element; logits move by about as much."""
+    model = tiny(family)
+    ids, mask = prompts([60, 33])
+    want = generate(model, ids, mask, None, max_new_tokens=1)
+    got = generate(model, ids, mask, paged(model, codec=codec), max_new_tokens=1)
+    scale = want.logits[0].std()
+    error = (want.logits[0] - got.logits[0]).pow(2).mean().sqrt() / scale
+    assert 0 < error < {"int8": 0.05, "fp8": 0.25}[codec]
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_refused_families_say_why(family: str) -> None:
+    model = tiny(family)
+    ids, mask = prompts([9])
+    with pytest.raises(ValueError, match="uses cache of its own"):
+        generate(model, ids, mask, paged(model))
+
+
+def test_families_cover_every_kind() -> None:
+    kinds = {
+        type(kind)
+        for family in ("llama", "deepseek_v32", "falcon_h1", "gemma4_shared")
+        for spec in paged(tiny(family)).cache.plan.spec.layers
+        for kind in spec.kinds
+    }
+    assert kinds == {KVKind, LatentKind, IndexerKind, StateKind, SharedKind}
