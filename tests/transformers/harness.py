@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,22 +55,30 @@ def check_same(want: Any, got: Any, prompt_length: int) -> int:
 
 
 @contextmanager
-def counted_attends(cache: PagedCache) -> Iterator[Counter[int]]:
-    """Count the attention calls that reach the backend, by layer (the layer whose keys are read)."""
-    kv = cache.cache
-    layers = {kv._layers[i].v: i for i in reversed(range(kv.plan.spec.num_layers)) if kv._layers[i].v is not None}
+def counted(owner: object, name: str, key: Callable[..., int]) -> Iterator[Counter[int]]:
+    """Count the calls of a method by what `key` makes of their arguments."""
     calls: Counter[int] = Counter()
-    original = kv.backend.attend
+    original = getattr(owner, name, None)
+    if original is None:  # a backend without it: nothing can be called
+        yield calls
+        return
 
-    def attend(q: torch.Tensor, k: Any, v: Any, *rest: Any) -> None:
-        calls[layers[v]] += 1
-        original(q, k, v, *rest)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[key(*args)] += 1
+        return original(*args, **kwargs)
 
-    kv.backend.attend = attend  # type: ignore[method-assign]
+    setattr(owner, name, call)
     try:
         yield calls
     finally:
-        del kv.backend.attend
+        delattr(owner, name)
+
+
+def counted_attends(cache: PagedCache) -> AbstractContextManager[Counter[int]]:
+    """Count the attention calls that reach the backend, by layer (the layer whose keys are read)."""
+    kv = cache.cache
+    layers = {kv._layers[i].v: i for i in reversed(range(kv.plan.spec.num_layers)) if kv._layers[i].v is not None}
+    return counted(kv.backend, "attend", lambda q, k, v, *rest: layers[v])
 
 
 @contextmanager

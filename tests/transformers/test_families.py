@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from harness import check_same, counted_attends, generate, generate_alone, recorded_steps
+from harness import check_same, counted, counted_attends, generate, generate_alone, recorded_steps
 from tiny_models import FAMILIES, prompts, tiny
 from transformers import PreTrainedModel
 
 from kvpool.kinds import IndexerKind, KVKind, LatentKind, SharedKind, StateKind
 from kvpool.transformers import PagedCache
+from kvpool.transformers.support import MODES, support
 
-#: Families whose attention is not called by name, and why: the model's own attention gets dense keys and values.
-GATHER_ONLY = {"falcon": "its attention function is chosen when the model is built"}
-#: Families that are refused, and why.
-REFUSED = {"minimax": "its layers demand transformers' MiniMaxCache by class"}
+MODE = {row.family: row.mode for row in support()}
+#: The model's own attention gets dense keys and values.
+GATHER_ONLY = {row.family: row.note for row in support() if row.mode == "gather"}
+REFUSED = {row.family: row.note for row in support() if row.mode == "refused"}
 #: Sparse attention: where scores tie, transformers itself picks other tokens in a padded batch than without padding.
 #: These are compared row by row, with weights (seed 1) under which nothing ties.
 ALONE = {"deepseek_v32", "glm_moe_dsa"}
 NEW = 12
-KERNEL = sorted(set(FAMILIES) - set(GATHER_ONLY) - set(REFUSED))
+KERNEL = sorted(family for family, mode in MODE.items() if mode == "kernel")
 
 
 def paged(model: PreTrainedModel, **options: Any) -> PagedCache:
@@ -47,7 +48,7 @@ def check_two_rounds(family: str, cache: PagedCache, model: PreTrainedModel, len
     return totals
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(REFUSED)))
+@pytest.mark.parametrize("family", sorted(set(MODE) - set(REFUSED)))
 def test_two_rounds_give_the_tokens_of_transformers(family: str) -> None:
     model = tiny(family, seed=1)
     cache = paged(model, backend="reference" if family in ALONE else "cpu")
@@ -58,24 +59,37 @@ def test_two_rounds_give_the_tokens_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", KERNEL)
-def test_every_attention_layer_calls_the_backend_in_every_step(family: str) -> None:
+def test_every_layer_reads_and_writes_the_pool_in_every_step(family: str) -> None:
     model = tiny(family)
     cache = paged(model, backend="reference" if family in ALONE else "cpu")
+    kv, plan = cache.cache, cache.cache.plan
+    index = {kv._layers[i].index: i for i in range(plan.spec.num_layers)}
     ids, mask = prompts([20, 5])
-    with counted_attends(cache) as calls, recorded_steps(cache) as totals:
+    with (
+        counted_attends(cache) as attends,
+        counted(kv.backend, "score", lambda q, w, part, *rest: index[part]) as scores,
+        counted(kv, "state_write", lambda layer, *rest: layer) as states,
+        recorded_steps(cache) as totals,
+    ):
         generate(model, ids, mask, cache, max_new_tokens=3)
-    expected: Counter[int] = Counter()
-    for layer, spec in enumerate(cache.cache.plan.spec.layers):
-        if any(isinstance(kind, KVKind | LatentKind | SharedKind) for kind in spec.kinds):
-            expected[cache.cache.plan.source_layer(layer)] += len(totals)
-    assert calls == expected
-    assert len(totals) >= 3
+    steps = len(totals)
+    assert steps >= 3
+    want: dict[str, Counter[int]] = {"attend": Counter(), "score": Counter(), "state": Counter()}
+    for layer, spec in enumerate(plan.spec.layers):
+        for kind in spec.kinds:
+            if isinstance(kind, KVKind | LatentKind | SharedKind):
+                want["attend"][plan.source_layer(layer)] += steps
+            elif isinstance(kind, IndexerKind):
+                want["score"][layer] += steps
+            elif isinstance(kind, StateKind):
+                want["state"][layer] += steps
+    assert {"attend": attends, "score": scores, "state": states} == want
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["kernel", "gather"])
 @pytest.mark.parametrize("window", [8, 24])
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(REFUSED)))
+@pytest.mark.parametrize("family", sorted(set(MODE) - set(REFUSED)))
 def test_long_prompts_and_other_windows(family: str, window: int, mode: str) -> None:
     field = "attention_chunk_size" if "attention_chunk_size" in FAMILIES[family][1] else "sliding_window"
     if not FAMILIES[family][1].get(field) and window != 8:
@@ -107,6 +121,12 @@ def test_refused_families_say_why(family: str) -> None:
     ids, mask = prompts([9])
     with pytest.raises(ValueError, match="uses cache of its own"):
         generate(model, ids, mask, paged(model))
+
+
+def test_the_data_file_speaks_of_the_families_of_the_tests() -> None:
+    assert set(MODE) == set(FAMILIES)
+    assert set(MODE.values()) == set(MODES)
+    assert all(row.note for row in support() if row.mode != "kernel"), "say why"
 
 
 def test_families_cover_every_kind() -> None:
