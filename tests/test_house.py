@@ -285,7 +285,7 @@ def test_no_module_keeps_a_process_global_or_a_pickle() -> None:
 
 
 def test_test_files_have_names_of_their_own() -> None:
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py"]
+    names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name not in ("__init__.py", "conftest.py")]
     doubled = sorted({name for name in names if names.count(name) > 1})
     assert not doubled, f"pytest imports by basename; rename one of each: {doubled}"
 

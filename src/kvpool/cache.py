@@ -344,13 +344,8 @@ class KVCache:
     ) -> tuple[torch.Tensor, ...]:
         """Decode the tokens at `slots` of each part once, in order."""
         out = []
-<<<<<<< HEAD
-        for part in dict.fromkeys(p for p in (*parts.k, parts.v) if p is not None):
-            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim), device=slots.device))
-=======
         for part in dict.fromkeys(parts):
-            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim), dtype=dtype))
->>>>>>> 221b596 (Run generate on a paged cache: PagedCache)
+            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim), dtype=dtype, device=slots.device))
             self.backend.read(part, slots, out[-1])
         return tuple(out)
 
