@@ -12,6 +12,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "address": ("kvpool.cli.address", "address"),
     "bench": ("kvpool.cli.bench", "bench"),
     "inspect": ("kvpool.cli.inspect", "inspect"),
+    "quality": ("kvpool.cli.quality", "quality"),
     "serve": ("kvpool.cli.serve", "serve"),
     "cache": ("kvpool.cli.cache", "app"),
 }

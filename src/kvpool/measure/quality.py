@@ -24,7 +24,7 @@ from kvpool.cache import KVCache
 from kvpool.codecs import get_codec
 from kvpool.errors import KVError
 from kvpool.measure.probe import Probe, logit_noise, outlier_ratio
-from kvpool.measure.variants import Variant
+from kvpool.measure.variants import OPTIONS, Variant
 from kvpool.plan import make_plan
 from kvpool.sequence import Sequence
 from kvpool.spec import CacheSpec
@@ -307,10 +307,12 @@ def broken_keys(name: str, cache: KVCache, sequence: Sequence, probe: Probe) -> 
     if worst is None or not num_broken:
         return []
     off_by, layer, head, outliers = worst
+    untried = [option for option in OPTIONS if f"+{option}" not in name]
+    fix = " and ".join([f"+{option}" for option in untried] or ["8 bits for K"])
     return [
         f"{name} breaks keys: in {num_broken} of {num_heads} heads attention logits are off by more than"
         f" {BROKEN_LOGITS} (standard deviation), most in layer {layer}, head {head}, by {off_by:.2f}, where"
-        f" the largest channel is {outliers:.0f} times the median one; try +smoothing or +rotation, or 8 bits for K"
+        f" the largest channel is {outliers:.0f} times the median one; try {fix}"
     ]
 
 
