@@ -140,6 +140,16 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
     }
 
 
+def explain(error: BaseException) -> str:
+    """Return the messages of an error and its causes, the innermost last."""
+    texts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        texts.append(f"{type(cause).__name__}: {cause}")
+        cause = cause.__cause__
+    return "\n".join(texts)[-1500:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
@@ -168,7 +178,7 @@ def main() -> None:
             except Exception as error:
                 row |= {
                     "kernel": launch.kernel.__name__,
-                    "error": f"{type(error).__name__}: {error} {error.__cause__}"[-900:],
+                    "error": explain(error),
                 }
             print(json.dumps(row), flush=True)
 

@@ -60,6 +60,7 @@ def check(scene: Scene, part: Any) -> None:
     view.copy_(before)
     backend = triton_for(scene)
     backend.write((part,), (x,), scene.step)
+    assert backend.counts(part) == part.constants.counts
     differ = (view != want).nonzero().flatten()
     # A NaN has many bit patterns in a plain format: equal values are equal bytes everywhere else.
     if part.codec.quantised:

@@ -77,7 +77,8 @@ class TritonMaths:
         block_value: The same for the block scales; None without them.
         block: Elements of one block scale; 0 without them.
         packed: Two codes a container.
-        largest: Largest code, for scales from amax.
+        largest: Largest code.
+        has_nan: The format has a code for NaN.
     """
 
     value: Any
@@ -88,6 +89,7 @@ class TritonMaths:
     block: int = 0
     packed: bool = False
     largest: float = 0.0
+    has_nan: bool = True
 
 
 class Codec(ABC):

@@ -50,8 +50,11 @@ class Fp8Tensor(Codec):
     def triton(self) -> TritonMaths:
         from kvpool.codecs import jit
 
-        value, code = {"e4m3": (jit.e4m3_value, jit.e4m3_code), "e5m2": (jit.e5m2_value, jit.e5m2_code)}[self._element]
-        return TritonMaths(value, code, jit.store_constant, ("bf16", "fp16", "fp32"))
+        value, code, largest = {
+            "e4m3": (jit.e4m3_value, jit.e4m3_code, 448.0),
+            "e5m2": (jit.e5m2_value, jit.e5m2_code, 57344.0),
+        }[self._element]
+        return TritonMaths(value, code, jit.store_constant, ("bf16", "fp16", "fp32"), largest=largest)
 
 
 FP8_TENSOR = (Fp8Tensor("fp8-tensor", "e4m3", 448.0), Fp8Tensor("fp8e5m2-tensor", "e5m2", 57344.0))

@@ -46,7 +46,8 @@ class Int8Tensor(Codec):
     def triton(self) -> TritonMaths:
         from kvpool.codecs import jit
 
-        return TritonMaths(jit.int8_value, jit.int8_code, jit.store_constant, ("bf16", "fp16", "fp32"))
+        exact = ("bf16", "fp16", "fp32")
+        return TritonMaths(jit.int8_value, jit.int8_code, jit.store_constant, exact, largest=127.0, has_nan=False)
 
 
 INT8_TENSOR = Int8Tensor()

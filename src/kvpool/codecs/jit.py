@@ -191,14 +191,22 @@ def reciprocal(s):
 
 # --- storing a tile of vectors ------------------------------------------------------------------------------
 # All take x [R, P] fp32 (zero beyond D), raw (x as it was loaded), rows [R] bool, cols [P], a pointer to the first
-# container of every row in each plane [R], the constant scale, CODE (the element function) and BOUNDS (where the
-# segments start, and D).
+# container of every row in each plane [R], the constant scale, where to count what it loses (`Counts`), CODE (the
+# element function) and BOUNDS (where the segments start, and D).
+
+
+@triton.jit
+def count(losses, INDEX: tl.constexpr, lost):
+    """Add the number of true elements of a tile to a counter."""
+    number = tl.sum(tl.sum(lost.to(tl.int32), 1), 0)
+    if number > 0:
+        tl.atomic_add(losses + INDEX, number.to(tl.int64))
 
 
 @triton.jit
 def store_plain(
-    x, raw, rows, cols, data, block_scale, scale, constant, CODE: tl.constexpr, D: tl.constexpr, BOUNDS: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr,
+    x, raw, rows, cols, data, block_scale, scale, constant, losses, CODE: tl.constexpr, D: tl.constexpr,
+    BOUNDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr, HAS_NAN: tl.constexpr,
 ):  # fmt: skip
     """Store elements as they are, rounded to the plane's type."""
     keep = rows[:, None] & (cols < D)[None, :]
@@ -210,20 +218,25 @@ def store_plain(
 
 @triton.jit
 def store_constant(
-    x, raw, rows, cols, data, block_scale, scale, constant, CODE: tl.constexpr, D: tl.constexpr, BOUNDS: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr,
+    x, raw, rows, cols, data, block_scale, scale, constant, losses, CODE: tl.constexpr, D: tl.constexpr,
+    BOUNDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr, HAS_NAN: tl.constexpr,
 ):  # fmt: skip
     """Store 8-bit codes of a constant scale; what is not finite becomes the code of NaN, alone."""
     keep = rows[:, None] & (cols < D)[None, :]
     y = x * reciprocal(constant)
-    y = tl.where(magnitude_bits(x) < 0x7F800000, y, float("nan"))
-    tl.store(data[:, None] + cols[None, :], CODE(y).to(data.dtype.element_ty), mask=keep)
+    finite = magnitude_bits(x) < 0x7F800000
+    codes = CODE(tl.where(finite, y, float("nan")))
+    count(losses, 0, keep & finite & (tl.abs(y) > LARGEST))
+    count(losses, 1, keep & finite & (x != 0.0) & ((codes & 0x7F) == 0))
+    if not HAS_NAN:
+        count(losses, 2, keep & (magnitude_bits(x) >= 0x7F800000))
+    tl.store(data[:, None] + cols[None, :], codes.to(data.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def store_scaled(
-    x, raw, rows, cols, data, block_scale, scale, constant, CODE: tl.constexpr, D: tl.constexpr, BOUNDS: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr,
+    x, raw, rows, cols, data, block_scale, scale, constant, losses, CODE: tl.constexpr, D: tl.constexpr,
+    BOUNDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr, HAS_NAN: tl.constexpr,
 ):  # fmt: skip
     """Store 8-bit codes, with one fp32 scale a segment."""
     keep = rows[:, None] & (cols < D)[None, :]
@@ -255,8 +268,8 @@ def store_packed(codes, rows, cols, data, D: tl.constexpr):
 
 @triton.jit
 def store_nvfp4(
-    x, raw, rows, cols, data, block_scale, scale, constant, CODE: tl.constexpr, D: tl.constexpr, BOUNDS: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr,
+    x, raw, rows, cols, data, block_scale, scale, constant, losses, CODE: tl.constexpr, D: tl.constexpr,
+    BOUNDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr, HAS_NAN: tl.constexpr,
 ):  # fmt: skip
     """Store E2M1 codes with an E4M3 scale a block, for a decode scale that is constant or the vector's own."""
     R: tl.constexpr = x.shape[0]
@@ -271,11 +284,18 @@ def store_nvfp4(
     else:
         g = constant + amax * 0.0
     g = tl.where(amax == amax, g, 1.0)
-    block_code = e4m3_code(divide(amax, g * 6.0))
+    wanted = divide(amax, g * 6.0)
+    block_code = e4m3_code(wanted)
     s = e4m3_value(block_code.to(tl.uint8), 0).to(tl.float32) * g
     good = s >= 1.1754943508222875e-38
     inverse = reciprocal(tl.where(good, s, 0.0))
     y = tl.where(good[:, :, None], blocks * inverse[:, :, None], 0.0)
+    if not VECTOR_SCALE:
+        real = rows[:, None] & (cols < D)[None, :]
+        beyond = (good & (wanted > 448.0))[:, :, None] & (tl.abs(y) > 6.0)
+        count(losses, 0, real & tl.reshape(beyond, (R, P)))
+        gone = (~good & (amax == amax))[:, :, None] & (blocks != 0.0)
+        count(losses, 1, real & tl.reshape(gone, (R, P)))
     index = tl.arange(0, P // BLOCK)
     keep = rows[:, None] & (index < D // BLOCK)[None, :]
     tl.store(block_scale[:, None] + index[None, :], block_code.to(tl.uint8), mask=keep)
@@ -284,8 +304,8 @@ def store_nvfp4(
 
 @triton.jit
 def store_mxfp4(
-    x, raw, rows, cols, data, block_scale, scale, constant, CODE: tl.constexpr, D: tl.constexpr, BOUNDS: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr,
+    x, raw, rows, cols, data, block_scale, scale, constant, losses, CODE: tl.constexpr, D: tl.constexpr,
+    BOUNDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr, HAS_NAN: tl.constexpr,
 ):  # fmt: skip
     """Store E2M1 codes with the least power of two that is not below amax / 6, a block."""
     R: tl.constexpr = x.shape[0]

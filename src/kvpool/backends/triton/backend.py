@@ -33,6 +33,7 @@ from kvpool.backends.triton.launch import (
 from kvpool.backends.triton.score import score_kernel
 from kvpool.backends.triton.work import StepWork
 from kvpool.backends.triton.write import read_kernel, write_kernel
+from kvpool.codecs import Counts
 from kvpool.codecs.rotation import restore, transform, transform_query
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
@@ -67,6 +68,9 @@ class TritonBackend:
     def begin(self, step: Step) -> None:
         self._work[step.buffers].begin(step)
 
+    def counts(self, part: Part) -> Counts:
+        return Counts(*self._parts[part].losses.tolist()) if part in self._parts else Counts()
+
     def forget(self) -> None:
         self._parts.clear()
         self._calls.clear()
@@ -94,7 +98,7 @@ class TritonBackend:
         if not grid[0]:
             return
         write_kernel[grid](
-            x, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
+            x, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant, arguments.losses,
             x.shape[0], x.stride(0), x.stride(1),
             **arguments.encode, ROWS=rows, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -75,6 +75,8 @@ class PartArguments:
         codec: `VALUE`, `BLOCK_VALUE`, `PACKED`, `BLOCK`.
         strides: Of the three planes.
         encode: What the write kernel needs besides.
+        decode: What the read kernel needs besides.
+        losses: `[3]` int64 on the device: `Counts` of the constant scale.
     """
 
     data: torch.Tensor
@@ -88,6 +90,7 @@ class PartArguments:
     strides: dict[str, int]
     encode: dict[str, Any]
     decode: dict[str, Any]
+    losses: torch.Tensor
 
     def prefixed(self, prefix: str) -> dict[str, Any]:
         """Return codec and strides with the names of one of several parts of a kernel."""
@@ -131,8 +134,11 @@ def part_arguments(part: Part, constant: float) -> PartArguments:
         part.vector.segments,
         codec,
         plane_strides,
-        shape | plane_strides | {"STORE": maths.store, "CODE": maths.code, "LARGEST": maths.largest},
+        shape
+        | plane_strides
+        | {"STORE": maths.store, "CODE": maths.code, "LARGEST": maths.largest, "HAS_NAN": maths.has_nan},
         shape | plane_strides | codec | {"CONSTANT": part.codec.constant_scale},
+        torch.zeros(3, dtype=torch.int64, device=data.tensor.device),
     )
 
 

@@ -12,10 +12,10 @@ from kvpool.codecs.jit import widened
 
 @triton.jit
 def write_kernel(
-    x, slots, data, block_scale, scale, constant, num_tokens, x_stride_t, x_stride_h,
+    x, slots, data, block_scale, scale, constant, losses, num_tokens, x_stride_t, x_stride_h,
     STORE: tl.constexpr, CODE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BOUNDS: tl.constexpr,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    NUM_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR_SCALE: tl.constexpr, HAS_NAN: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr,
     DATA_B: tl.constexpr, DATA_H: tl.constexpr, DATA_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, SCALE_B: tl.constexpr, SCALE_H: tl.constexpr, SCALE_N: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,8 @@ def write_kernel(
         block_scale + vector_offsets(block, inside, head, BLOCK_B, BLOCK_H, BLOCK_N),
         scale + vector_offsets(block, inside, head, SCALE_B, SCALE_H, SCALE_N),
         constant,
-        CODE, D, BOUNDS, LARGEST, BLOCK, VECTOR_SCALE,
+        losses,
+        CODE, D, BOUNDS, LARGEST, BLOCK, VECTOR_SCALE, HAS_NAN,
     )  # fmt: skip
 
 
