@@ -66,6 +66,12 @@ def test_the_json_has_every_promised_key(capsys: pytest.CaptureFixture[str], pat
     assert set(report["bytes_per_token"]) == {"full", "window", "index"}
     assert set(report["sequences"]) == {"4096", "32768", "131072"}
     assert report["tiers"]["host"]["budget_bytes"] == 2**30
+    assert report["tiers"]["disk"] == {
+        "budget_bytes": 0,
+        "used_bytes": 0,
+        "left_over_bytes": 0,
+        "num_blocks": {"full": 0, "window-128": 0},
+    }
     full, window = report["groups"]
     assert (full["name"], full["lifetime"], full["window"]) == ("full", "full", None)
     assert (window["name"], window["lifetime"], window["window"]) == ("window-128", "window", 128)

@@ -30,7 +30,7 @@ NAMES = """
     afmoe apertus arcee axk1 axk2 bailing_hybrid beam bitnet bloom codegen cohere cohere2 cohere2_moe cwm
     deepseek_v3 deepseek_v32 diffllama doge dots3_note_text emu3 ernie4_5 exaone4 falcon falcon_h1 falcon_mamba
     flint gemma gemma2 gemma3_text glm glm4 glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj
-    granite granite_swa granitemoe helium hy_v4 inkling_text jamba jetmoe kimi_linear kolibri1 lara_mini lfm2
+    granite granite_swa granitemoe helium hy_v4 inkling_text jamba kimi_linear kolibri1 lara_mini lfm2
     lfm3 llama llama4_text mamba mamba2 mimo_v2_flash minicpm3 minimax_m2 mistral mixtral modernbert-decoder mpt
     nemotron_h olmo olmo2 olmo3 olmo_hybrid opt persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_moe
     qwen3_next sarvam_mla seed_oss smollm3 stablelm starcoder2 vaultgemma youtu zamba zamba2

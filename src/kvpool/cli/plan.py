@@ -98,7 +98,7 @@ def plan(
     if as_json:
         print(json.dumps(report))
     else:
-        print(_text(report))
+        print(_text(report, None if contexts is None else [str(n) for n in contexts]))
 
 
 def _change(name: str, value: str) -> dict[str, Any]:
@@ -173,8 +173,8 @@ def _plot(
     draw_budget(plans, path, contexts)
 
 
-def _text(report: dict[str, Any]) -> str:
-    parts = [_side_by_side(report) if "compare" in report else describe.table(report)]
+def _text(report: dict[str, Any], lengths: list[str] | None) -> str:
+    parts = [_side_by_side(report, lengths) if "compare" in report else describe.table(report, lengths)]
     model = report.get("weights")
     if model is not None:
         line = f"weights: {model['parameters'] / 1e9:.2f} billion parameters in {model['format']} (estimated from the"
@@ -190,7 +190,7 @@ def _text(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _side_by_side(report: dict[str, Any]) -> str:
+def _side_by_side(report: dict[str, Any], lengths: list[str] | None) -> str:
     """Return the compared plans as a table with one column a plan."""
     plans = report["plans"]
 
@@ -206,7 +206,7 @@ def _side_by_side(report: dict[str, Any]) -> str:
             rows.append(row(f"bytes/token {part}", [f"{p['bytes_per_token'][part]:,}" for p in plans]))
     if any(p["state_bytes_per_sequence"] for p in plans):
         rows.append(row("state bytes", [f"{p['state_bytes_per_sequence']:,}" for p in plans]))
-    for length in plans[0]["sequences"]:
+    for length in lengths or describe.shown(plans[0]):
         rows.append(row(f"sequences of {int(length):,}", [f"{p['sequences'][length]:,}" for p in plans]))
     rows.append(row("longest sequence", [f"{p['longest_sequence']:,}" for p in plans]))
     for index, group in enumerate(plans[0]["groups"]):

@@ -120,8 +120,18 @@ def columns(rows: Sequence[Sequence[str]], right: str = "") -> list[str]:
     return lines
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """Return the report of a plan as text for people."""
+def shown(report: Mapping[str, Any]) -> list[str]:
+    """Return the lengths of `sequences` that the model can reach; all of them where it reaches none."""
+    return [n for n in report["sequences"] if int(n) <= report["max_seq_len"]] or list(report["sequences"])
+
+
+def table(report: Mapping[str, Any], lengths: Sequence[str] | None = None) -> str:
+    """Return the report of a plan as text for people.
+
+    Args:
+        report: What `Plan.to_dict` gives.
+        lengths: Keys of `sequences` to print; by default those the model can reach.
+    """
     per_token = report["bytes_per_token"]
     lines = [
         f"{report['model'] or 'model'}: {report['num_tokens']:,} tokens in {format_bytes(report['used_bytes'])} of"
@@ -130,8 +140,9 @@ def table(report: Mapping[str, Any]) -> str:
         + ", ".join(f"{name} {value:,}" for name, value in per_token.items() if value)
         + (f"; state {report['state_bytes_per_sequence']:,} a sequence" if report["state_bytes_per_sequence"] else ""),
     ]
-    if report["sequences"]:
-        fits = ", ".join(f"{n:,} of {int(length):,}" for length, n in report["sequences"].items())
+    lengths = shown(report) if lengths is None else lengths
+    if lengths:
+        fits = ", ".join(f"{report['sequences'][length]:,} of {int(length):,}" for length in lengths)
         lines.append(f"sequences        {fits} tokens; the longest one {report['longest_sequence']:,}")
     lines.append(
         f"overhead         alignment {format_bytes(report['alignment_bytes'])}, granules"
@@ -171,7 +182,8 @@ def table(report: Mapping[str, Any]) -> str:
         lines += [f"  {product}" for pool in group["pools"] for product in pool["bytes_per_token"]]
     for name, tier in report["tiers"].items():
         blocks = ", ".join(f"{g} {n:,}" for g, n in tier["num_blocks"].items())
-        lines += ["", f"{name}: {blocks} blocks in {format_bytes(tier['budget_bytes'])}"]
+        if tier["budget_bytes"]:
+            lines += ["", f"{name}: {blocks} blocks in {format_bytes(tier['budget_bytes'])}"]
     if report["notes"]:
         lines += ["", "notes"]
         lines += [f"  - {note}" for note in report["notes"]]

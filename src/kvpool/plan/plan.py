@@ -22,6 +22,8 @@ from kvpool.plan.geometry import Geometry, GroupPlan, Pool, PoolPlan, place
 from kvpool.plan.sizing import Capacity, Load
 from kvpool.spec import CacheSpec
 
+#: Lengths that reports count sequences for.
+CONTEXTS = (4096, 32768, 131072)
 #: Changes whenever the same plan would lie differently in memory or on disk.
 FORMAT = 1
 
@@ -205,10 +207,11 @@ class Plan:
         """Return the plan as plain data: what `kvpool plan --json` prints.
 
         Args:
-            contexts: Lengths to count sequences for; by default 4,096, 32,768 and 131,072 as far as the model goes.
+            contexts: Lengths to count sequences for; by default 4,096, 32,768 and 131,072, and `max_seq_len` where it
+                is shorter than all of them.
         """
         if contexts is None:
-            contexts = [n for n in (4096, 32768, 131072) if n <= self.max_seq_len] or [self.max_seq_len]
+            contexts = [*([self.max_seq_len] if self.max_seq_len < CONTEXTS[0] else []), *CONTEXTS]
         committed = [g.committed_bytes(g.num_blocks, self.granule_bytes) for g in self.groups]
         blocks = sum(g.bytes_per_block * g.num_blocks for g in self.groups)
         groups = [
@@ -235,15 +238,19 @@ class Plan:
             "fingerprint": self.fingerprint,
             "block_format": self.block_format,
             "tp": {"rank": self.tp_rank, "size": self.tp_size},
-            "tiers": {
-                t.name: {
-                    "budget_bytes": t.budget_bytes,
-                    "num_blocks": {g.name: n for g, n in zip(self.groups, t.num_blocks, strict=True)},
-                    "used_bytes": sum(g.bytes_per_block * n for g, n in zip(self.groups, t.num_blocks, strict=True)),
-                }
-                for t in self.tiers
-            },
+            "tiers": {name: self._tier(name) for name in ("host", "disk")},
             "groups": groups,
+        }
+
+    def _tier(self, name: str) -> dict[str, Any]:
+        """Return a slower tier as plain data; zeros for one without a budget."""
+        found = next((t for t in self.tiers if t.name == name), TierPlan(name, 0, (0,) * len(self.groups)))
+        used = sum(g.bytes_per_block * n for g, n in zip(self.groups, found.num_blocks, strict=True))
+        return {
+            "budget_bytes": found.budget_bytes,
+            "used_bytes": used,
+            "left_over_bytes": found.budget_bytes - used,
+            "num_blocks": {g.name: n for g, n in zip(self.groups, found.num_blocks, strict=True)},
         }
 
     def __str__(self) -> str:
