@@ -55,11 +55,12 @@ def open_prompt(storm: Storm) -> str | None:
     extras = (rng.choice([None, None, None, "tenant"]), rng.choice([None, None, None, 7]))
     tokens: list[int] = []
     known = [*storm.past, *((live.extras, live.tokens) for live in storm.live)]
-    if known and rng.random() < 0.7:
-        tokens = list(rng.choice(known)[1])
+    if known and rng.random() < 0.8:
+        old, tokens = rng.choice(known)
+        extras = old if rng.random() < 0.8 else extras
         tokens = tokens[: rng.choice([len(tokens), rng.randint(0, len(tokens))])]
-    tokens += [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 3, rng.randint(1, 40)]))]
-    tokens = tokens[-storm.longest :]
+    tokens = tokens + [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 3, rng.randint(1, 40)]))]
+    tokens = tokens[: storm.longest]
     limit = rng.choice([None, None, None, rng.randint(0, len(tokens))])
     seq = storm.cache.sequence(tokens, salt=extras[0], lora_id=extras[1], max_cached_tokens=limit)
     storm.must(list(seq.tokens) == tokens, "tokens of a new sequence")

@@ -333,7 +333,7 @@ class Storm:
         names = list(operations)
         weights = [operations[name].weight for name in names]
         try:
-            for _ in range(num_operations):
+            while sum(self.counts.values()) < num_operations:
                 name = self.rng.choices(names, weights)[0]
                 done = operations[name].run(self)
                 if done is None:
