@@ -123,8 +123,8 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
     return [root]
 
 
-def _cgroup_v2() -> int | None:
-    root, left = Path("/sys/fs/cgroup"), []
+def _cgroup_v2(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    left = []
     if not (root / "cgroup.controllers").exists():
         return None
     for folder in _cgroup_dirs(root, ""):
@@ -134,8 +134,8 @@ def _cgroup_v2() -> int | None:
     return min(left, default=None)
 
 
-def _cgroup_v1() -> int | None:
-    root, left = Path("/sys/fs/cgroup/memory"), []
+def _cgroup_v1(root: Path = Path("/sys/fs/cgroup/memory")) -> int | None:
+    left = []
     if not root.is_dir():
         return None
     for folder in _cgroup_dirs(root, "memory"):
