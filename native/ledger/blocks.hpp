@@ -102,12 +102,19 @@ class Blocks {
   void sink(int g, int32_t n);
   void rise(int g, int32_t b);
   void offer(int g, int32_t b, int32_t n);
+  void look_ahead(int g, int32_t b);
   void tell(EventKind kind, int g, int32_t b, int32_t n, int32_t to);
 
   std::vector<std::unique_ptr<KeyHeap>> heaps_;  // [groups]; null but for full groups of a keyed policy
   std::vector<Timers> timers_;                   // [groups]
   std::vector<double> durations_{-1.0};          // of exact classes
-  bool offer_, leveled_ = false;                 // leveled: some block has a priority of its own
+  struct Ahead {
+    int32_t blocks[8] = {};
+    uint32_t at = 0;
+  };
+  std::vector<Ahead> ahead_;  // [groups]
+  bool has_full_ = false;
+  bool offer_, leveled_ = false;  // leveled: some block has a priority of its own
 };
 
 }  // namespace kvpool::ledger

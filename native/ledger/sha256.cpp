@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstring>
+#include <vector>
 
 #include "cpu/features.hpp"
 
@@ -24,7 +25,8 @@ uint32_t load_be(const uint8_t* p) {
 }
 
 void store_be(uint8_t* p, uint32_t v) {
-  for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(v >> (24 - 8 * i));
+  p[0] = static_cast<uint8_t>(v >> 24), p[1] = static_cast<uint8_t>(v >> 16);
+  p[2] = static_cast<uint8_t>(v >> 8), p[3] = static_cast<uint8_t>(v);
 }
 
 void one_block(uint32_t state[8], const uint8_t* data) {
@@ -62,19 +64,22 @@ Compress choose_compress(bool portable) {
   return compress_portable;
 }
 
-void sha256(Compress compress, const uint8_t* data, size_t size, uint8_t digest[32]) {
+void sha256_in_place(Compress compress, uint8_t* data, size_t size, uint8_t digest[32]) {
   uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  const size_t whole = size / 64, rest = size % 64;
-  if (whole) compress(state, data, whole);
-  uint8_t last[128] = {};
-  if (rest) std::memcpy(last, data + 64 * whole, rest);
-  last[rest] = 0x80;
-  const size_t num_last = rest + 9 <= 64 ? 1 : 2;
+  const size_t num_blocks = (size + 9 + 63) / 64;
+  std::memset(data + size, 0, 64 * num_blocks - size);
+  data[size] = 0x80;
   const uint64_t bits = uint64_t{size} * 8;
-  store_be(last + 64 * num_last - 8, static_cast<uint32_t>(bits >> 32));
-  store_be(last + 64 * num_last - 4, static_cast<uint32_t>(bits));
-  compress(state, last, num_last);
+  store_be(data + 64 * num_blocks - 8, static_cast<uint32_t>(bits >> 32));
+  store_be(data + 64 * num_blocks - 4, static_cast<uint32_t>(bits));
+  compress(state, data, num_blocks);
   for (int i = 0; i < 8; ++i) store_be(digest + 4 * i, state[i]);
+}
+
+void sha256(Compress compress, const uint8_t* data, size_t size, uint8_t digest[32]) {
+  std::vector<uint8_t> padded(size + kShaPadding);
+  if (size) std::memcpy(padded.data(), data, size);
+  sha256_in_place(compress, padded.data(), size, digest);
 }
 
 }  // namespace kvpool::ledger

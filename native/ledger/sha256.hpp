@@ -17,6 +17,10 @@ void compress_sha(uint32_t state[8], const uint8_t* data, size_t num_blocks);  /
 // The fastest of the above this CPU runs; `portable` asks for the plain one.
 Compress choose_compress(bool portable);
 
+// The same without a copy: `data` has room for kShaPadding bytes more, which are written.
+constexpr size_t kShaPadding = 72;
+void sha256_in_place(Compress compress, uint8_t* data, size_t size, uint8_t digest[32]);
+
 // Write the 32-byte digest of `size` bytes.
 void sha256(Compress compress, const uint8_t* data, size_t size, uint8_t digest[32]);
 

@@ -151,7 +151,9 @@ void Core::add_pending(Entry& entry) {
   if (entry.num_nodes >= full) return;
   ensure_finders(s, full);
   const int32_t before = end_node(s);
+  for (int32_t i = entry.num_nodes; i < std::min<int64_t>(full, entry.num_nodes + 4); ++i) tree_.prefetch(s.finders[i]);
   for (int32_t i = entry.num_nodes; i < full; ++i) {
+    if (i + 4 < full) tree_.prefetch(s.finders[i + 4]);
     const int32_t* tokens = &s.tokens[int64_t{i} * n_];
     const int32_t parent = end_node(s), extras = s.extras_of(i);
     if (tree_.find(s.finders[i], parent, tokens, extras)) break;  // computed twice; adopted when the step ends

@@ -34,7 +34,8 @@ std::string space_name(const std::string& salt, const std::string& lora) {
 }
 
 void store_le(uint8_t* p, uint32_t v) {
-  for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(v >> (8 * i));
+  p[0] = static_cast<uint8_t>(v), p[1] = static_cast<uint8_t>(v >> 8);
+  p[2] = static_cast<uint8_t>(v >> 16), p[3] = static_cast<uint8_t>(v >> 24);
 }
 
 }  // namespace
@@ -169,17 +170,21 @@ Key Tree::make_key(const Key& parent, const int32_t* tokens, int32_t len, int32_
   const std::string& more = extras_[extras].bytes;
   uint8_t local[1024];
   const size_t size = 32 + size_t(len) * 4 + more.size();
-  std::vector<uint8_t> large(size > sizeof local ? size : 0);
+  std::vector<uint8_t> large(size + kShaPadding > sizeof local ? size + kShaPadding : 0);
   uint8_t* message = large.empty() ? local : large.data();
   std::memcpy(message, parent.data(), 16);
   std::memcpy(message + 16, "KVB1", 4);
   store_le(message + 20, static_cast<uint32_t>(tokens_per_block));
   store_le(message + 24, static_cast<uint32_t>(len));
   store_le(message + 28, static_cast<uint32_t>(more.size()));
-  for (int32_t i = 0; i < len; ++i) store_le(message + 32 + 4 * i, static_cast<uint32_t>(tokens[i]));
+  if constexpr (std::endian::native == std::endian::little) {
+    std::memcpy(message + 32, tokens, size_t(len) * 4);
+  } else {
+    for (int32_t i = 0; i < len; ++i) store_le(message + 32 + 4 * i, static_cast<uint32_t>(tokens[i]));
+  }
   if (!more.empty()) std::memcpy(message + 32 + 4 * size_t(len), more.data(), more.size());
   uint8_t digest[32];
-  sha256(compress_, message, size, digest);
+  sha256_in_place(compress_, message, size, digest);
   Key key;
   std::memcpy(key.data(), digest, 16);
   return key;

@@ -75,6 +75,13 @@ class Tree {
   int32_t find(uint64_t finder, int32_t parent, const int32_t* tokens, int32_t extras) const;  // full nodes; 0: none
   void prefetch(uint64_t finder) const { __builtin_prefetch(&table_[slot(finder)]); }
   void prefetch_found(uint64_t finder) const;
+  void prefetch_node(int32_t n) const { __builtin_prefetch(&nodes_[n]); }
+  void prefetch_around(int32_t n) const {  // what removing it touches
+    const Node& node = nodes_[n];
+    __builtin_prefetch(&table_[slot(node.finder)]);
+    if (node.parent > 0) __builtin_prefetch(&nodes_[node.parent]);
+    if (node.next) __builtin_prefetch(&nodes_[node.next]);
+  }
   template <class Usable>
   Candidate find_partial(int32_t parent, const int32_t* tokens, int32_t len, int32_t extras, Usable&& usable) const;
   int32_t first_child(int32_t parent) const {

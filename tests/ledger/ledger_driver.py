@@ -39,6 +39,10 @@ class Driver:
         self.ledger.extend([seq], [token] if known else None)
         self.truth[seq].append(token)
 
+    def rewind(self, seq: int, num_tokens: int) -> None:
+        self.ledger.rewind(seq, num_tokens)
+        self.tokens(seq)
+
     def resolve(self, seq: int) -> None:
         self.ledger.resolve([seq], [self.truth[seq][self.ledger.sequence_stats(seq).num_known]])
 

@@ -56,7 +56,7 @@ class LFU:
 
     def keys(self, released: Released) -> NDArray[np.float64]:
         """Return `(uses, now)` as one number."""
-        return released.uses * 2.0**32 + released.now
+        return released.uses.astype(np.float64) * 2.0**32 + released.now
 
 
 class FIFO:
@@ -64,7 +64,8 @@ class FIFO:
 
     def keys(self, released: Released) -> NDArray[np.float64]:
         """Return when each block was first released."""
-        return np.where(released.uses == 0, float(released.now), released.keys)
+        first = np.full(len(released.blocks), float(released.now))
+        return np.where(released.uses == 0, first, released.keys)
 
 
 class Turnover:
