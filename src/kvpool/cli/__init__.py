@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("kvpool.cli.inspect", "inspect"),
     "quality": ("kvpool.cli.quality", "quality"),
     "serve": ("kvpool.cli.serve", "serve"),
+    "replay": ("kvpool.cli.replay", "replay_trace"),
     "cache": ("kvpool.cli.cache", "app"),
 }
 
