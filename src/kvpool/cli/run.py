@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.codecs import get_codec
 from kvpool.errors import KVError
-from kvpool.plan import make_plan
+from kvpool.plan import Plan, make_plan
+from kvpool.spec import CacheSpec
 
 if TYPE_CHECKING:
     from kvpool.engine import Answer, Engine, Event
@@ -84,10 +86,14 @@ def read_prompts(path: Path) -> list[str]:
     """Read prompts from a file of JSON lines with the key `prompt`.
 
     Raises:
-        KVError: A line is no object with that key.
+        KVError: The file cannot be read, or a line is no object with that key.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KVError(f"cannot read prompts from {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -150,46 +156,82 @@ def run(
     """Answer a batch of prompts with a model whose cache and attention are kvpool's."""
     import os
 
+    # What can be wrong without the model is found before it is loaded.
+    get_codec(codec or dtype)
+    texts = list(prompt or []) + (read_prompts(prompts) if prompts else [])
+    from kvpool.backends import get_backend
+    from kvpool.engine import Engine, Params, Sampling
+
+    get_backend(backend, device)
+    sampling = [Sampling(temperature, top_k, top_p, seed + i) for i in range(len(texts) or len(DEFAULT_PROMPTS))]
+
     import torch
 
-    import kvpool as kv
-    from kvpool.engine import Engine, Params, Sampling
     from kvpool.engine.embedded import load_model
 
     def say(text: str) -> None:
         if not as_json:
             print(text, file=sys.stderr, flush=True)
 
-    workers = threads or os.cpu_count() or 1
-    torch.set_num_threads(workers)
+    torch.set_num_threads(threads or os.cpu_count() or 1)
     say(f"loading {model or 'the embedded model'} as {dtype}")
     network, tokenizer = load_model(model, dtype, notify=say)
-    texts = list(prompt or []) + (read_prompts(prompts) if prompts else [])
     system = None if texts else SYSTEM_PROMPT
     rows = encode(tokenizer, texts or list(DEFAULT_PROMPTS), chat=chat, system=system)
-
-    spec = kv.CacheSpec.from_config(network.config)
-    settings: dict[str, Any] = {
-        "codec": codec or dtype,
-        "layout": layout.value,
-        "tokens_per_block": tokens_per_block,
-        "max_sequences": max(len(rows), 1),
-        "max_step_tokens": max(2048, len(rows)),
-        "max_seq_len": max(map(len, rows)) + max_new_tokens,
-    }
-    if budget is None:
-        settings["num_blocks"] = sum(-(-(len(r) + max_new_tokens) // tokens_per_block) for r in rows) + 1
-    else:
-        settings["budget"] = budget
-    plan = kv.make_plan(spec, **settings)
+    plan = plan_for(
+        network.config,
+        [len(row) + max_new_tokens for row in rows],
+        budget,
+        codec=codec or dtype,
+        layout=layout.value,
+        tokens_per_block=tokens_per_block,
+    )
     network.to(device)  # type: ignore[arg-type]
     engine = Engine(network, tokenizer, plan, backend=backend, device=device)
-    params = [Params(max_new_tokens, Sampling(temperature, top_k, top_p, seed + i)) for i in range(len(rows))]
     say(f"answering {len(rows)} prompts of {min(map(len, rows))} to {max(map(len, rows))} tokens")
-    ids = [engine.add(row, chosen) for row, chosen in zip(rows, params, strict=True)]
-    stream = None if as_json else TextStream(ids)
     started = time.perf_counter()
-    interrupted = False
+    ids = [engine.add(row, Params(max_new_tokens, chosen)) for row, chosen in zip(rows, sampling, strict=True)]
+    complete = answer_all(engine, ids, None if as_json else TextStream(ids))
+    answers = [engine.answer(request) for request in ids]
+    report = make_report(engine)
+    if as_json:
+        print(json.dumps({"answers": [answer_row(a) for a in answers], "report": report, "plan": plan.to_dict()}))
+    else:
+        print_report(plan, report, time.perf_counter() - started)
+    if not complete:
+        say(
+            f"\ninterrupted: {sum(len(a.token_ids) for a in answers)} tokens of {len(rows)} answers were generated;"
+            f" {report['blocks']['used']} blocks are still in use"
+        )
+        raise typer.Exit(130)
+
+
+def plan_for(config: Any, lengths: list[int], budget: str | None, **settings: Any) -> Plan:
+    """Plan a cache for sequences of these lengths: for all of them at once, unless a budget is given.
+
+    Raises:
+        KVError: One is longer than the model was made for.
+    """
+    spec = CacheSpec.from_config(config)
+    if max(lengths) > spec.max_seq_len:
+        raise KVError(
+            f"a prompt and its answer take {max(lengths)} tokens; the model was made for {spec.max_seq_len}:"
+            " shorten it, or lower --max-new-tokens"
+        )
+    size = settings["tokens_per_block"]
+    if budget is None and isinstance(size, int) and size > 0:
+        settings["num_blocks"] = sum(-(-length // size) for length in lengths) + 1
+    else:
+        settings["budget"] = budget
+    return make_plan(spec, max_sequences=len(lengths), max_seq_len=max(lengths), **settings)
+
+
+def answer_all(engine: Engine, ids: list[int], stream: TextStream | None) -> bool:
+    """Run the engine until all requests are answered; False when the user interrupted it.
+
+    Raises:
+        KVError: A request cannot be served.
+    """
     try:
         while not engine.idle:
             for event in engine.step():
@@ -198,21 +240,10 @@ def run(
                 if stream:
                     stream.take(event)
     except KeyboardInterrupt:
-        interrupted = True
         for request in ids:
             engine.abort(request)
-    answers = [engine.answer(request) for request in ids]
-    report = make_report(engine)
-    if as_json:
-        print(json.dumps({"answers": [answer_row(a) for a in answers], "report": report, "plan": plan.to_dict()}))
-    else:
-        print_report(plan, report, time.perf_counter() - started)
-    if interrupted:
-        say(
-            f"\ninterrupted: {sum(len(a.token_ids) for a in answers)} tokens of {len(rows)} answers were generated;"
-            f" {report['blocks']['used']} blocks are still in use"
-        )
-        raise typer.Exit(130)
+        return False
+    return True
 
 
 def answer_row(answer: Answer) -> dict[str, Any]:

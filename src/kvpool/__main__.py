@@ -1,0 +1,7 @@
+"""`python -m kvpool`: the command line."""
+
+from __future__ import annotations
+
+from kvpool.cli import main
+
+main()
