@@ -11,7 +11,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-#: Fields that decide about a cache, and whether the head is the embedding. Everything else of a configuration is left out.
+#: Fields that decide about a cache, and whether the head is the embedding. Everything else is left out.
 CACHE_FIELDS = frozenset(
     """
     num_hidden_layers n_layer n_layers num_layers hidden_size n_embd d_model num_attention_heads n_head n_heads

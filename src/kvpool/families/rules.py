@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from kvpool.families.fields import Fields
@@ -250,6 +250,6 @@ def rule_for(model_type: str) -> Rule:
 
 def defaults_for(model_type: str) -> tuple[dict[str, Any], str]:
     """Return what a model's configuration class fills in for absent fields, and the class's file."""
-    table = json.loads(files("kvpool.families").joinpath("defaults.json").read_text())
+    table = json.loads(Path(__file__).with_name("defaults.json").read_text())
     found = dict(table.get(model_type, {}))
     return found, f"transformers/models/{found.pop('source', '')}"
