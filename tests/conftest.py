@@ -7,7 +7,7 @@ import os
 import pytest
 
 # Triton is interpreted or compiled for the life of a process, from its first import; tests/triton compiles in its own.
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
