@@ -28,12 +28,17 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> to_array(const T* data, size_t n) {
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy, {n}, owner);
 }
 
-nb::list evicted(Core& core) {
+nb::list described(const std::vector<Evicted>& blocks) {
   nb::list out;
-  for (const Evicted& e : core.blocks().offered) {
+  for (const Evicted& e : blocks) {
     out.append(nb::make_tuple(e.group, e.block, to_bytes(e.key), to_bytes(e.parent), e.index, e.priority, e.uses,
-                              to_array(e.tokens.data(), e.tokens.size())));
+                              to_array(e.tokens.data(), e.tokens.size()), nb::bytes(e.extras.data(), e.extras.size())));
   }
+  return out;
+}
+
+nb::list evicted(Core& core) {
+  nb::list out = described(core.blocks().offered);
   core.blocks().offered.clear();
   return out;
 }
@@ -385,6 +390,16 @@ void bind_sequences(nb::class_<Core>& c) {
           },
           nb::arg("sequence"))
       .def(
+          "extras",
+          [](Core& self, int64_t id) {
+            const Lock lock(self.mutex());
+            nb::list out;
+            for (const std::string& extras : self.extras(id)) out.append(nb::bytes(extras.data(), extras.size()));
+            return out;
+          },
+          nb::arg("sequence"))
+      .def("matched", locked(&Core::matched), nb::arg("sequence"))
+      .def(
           "tokens",
           [](Core& self, int64_t id) {
             const Lock lock(self.mutex());
@@ -452,6 +467,11 @@ void bind_tree(nb::class_<Core>& c) {
             return nb::make_tuple(reached, to_tuples(moves), stopped_by, evicted(self));
           },
           nb::arg("group"), nb::arg("num_blocks"))
+      .def("stored",
+           [](Core& self) {
+             const Lock lock(self.mutex());
+             return described(self.blocks().stored());
+           })
       .def("events", &drain_events)
       .def("unkeyed", &unkeyed)
       .def("push_keys", &push_keys, nb::arg("group"), nb::arg("blocks"), nb::arg("keys"))

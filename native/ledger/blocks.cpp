@@ -150,7 +150,13 @@ int32_t Blocks::evict(int g) {
   const int32_t n = group[b].node;
   ++num_evicted;
   ++evicted_by_priority[group[b].own];
-  if (offer_) offer(g, b, n);
+  if (offer_) {
+    offered.push_back(describe(g, b, n));
+    for (int other = 0; group.spec.life == Life::full && other < num_groups(); ++other) {  // these go with it
+      const int32_t o = tree.block(n, other);
+      if (other != g && o >= 0 && groups[other][o].ref == 0) offered.push_back(describe(other, o, n));
+    }
+  }
   tell(EventKind::removed, g, b, n, -1);
   tree.set_block(n, g, -1);
   uncache(g, b);
@@ -300,11 +306,30 @@ void Blocks::drop_unused(int32_t space) {
   }
 }
 
-void Blocks::offer(int g, int32_t b, int32_t n) {
+Evicted Blocks::describe(int g, int32_t b, int32_t n) const {
   const Node& node = tree[n];
   const Block& block = groups[g][b];
-  offered.push_back({g, b, node.key, tree.key_of(node.parent), node.index, block.own, static_cast<int32_t>(block.uses),
-                     tree.space_of(n), std::vector<int32_t>(tree.tokens(n), tree.tokens(n) + node.len)});
+  return {g,
+          b,
+          node.key,
+          tree.key_of(node.parent),
+          node.index,
+          block.own,
+          static_cast<int32_t>(block.uses),
+          std::vector<int32_t>(tree.tokens(n), tree.tokens(n) + node.len),
+          tree.named_extras(tree.space_of(n), node.extras)};
+}
+
+std::vector<Evicted> Blocks::stored() const {
+  std::vector<Evicted> out;
+  for (int g = 0; g < num_groups(); ++g) {
+    for (int32_t b = 0; b < groups[g].spec.num_blocks; ++b) {
+      const int32_t n = groups[g][b].node;
+      if (n && tree[n].len == tree.tokens_per_block && !tree[n].pending) out.push_back(describe(g, b, n));
+    }
+  }
+  std::stable_sort(out.begin(), out.end(), [](const Evicted& a, const Evicted& b) { return a.index < b.index; });
+  return out;
 }
 
 void Blocks::move(int g, int32_t from, int32_t to) {

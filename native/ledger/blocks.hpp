@@ -8,6 +8,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ledger/block.hpp"
@@ -41,8 +42,9 @@ struct Claim {
 struct Evicted {
   int32_t group, block;
   Key key, parent;
-  int32_t index, priority, uses, space;
+  int32_t index, priority, uses;
   std::vector<int32_t> tokens;
+  std::string extras;  // what the key depends on besides tokens and parent; see Tree::named_extras
 };
 
 class Blocks {
@@ -64,6 +66,7 @@ class Blocks {
   int num_groups() const { return static_cast<int>(groups.size()); }
   bool is(int g, Life life) const { return groups[g].spec.life == life; }
   size_t bytes() const;
+  std::vector<Evicted> stored() const;  // every whole, computed block of the tree, parents before children
 
   // --- holding
   void claim(int g, int32_t b, std::vector<Claim>* undo);
@@ -101,8 +104,8 @@ class Blocks {
   void leaf_again(int32_t n);
   void sink(int g, int32_t n);
   void rise(int g, int32_t b);
-  void offer(int g, int32_t b, int32_t n);
   void look_ahead(int g, int32_t b);
+  Evicted describe(int g, int32_t b, int32_t n) const;
   void tell(EventKind kind, int g, int32_t b, int32_t n, int32_t to);
 
   std::vector<std::unique_ptr<KeyHeap>> heaps_;  // [groups]; null but for full groups of a keyed policy

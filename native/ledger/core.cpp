@@ -202,6 +202,20 @@ std::vector<Key> Core::keys(int64_t id) {
   return out;
 }
 
+std::vector<std::string> Core::extras(int64_t id) {
+  const Sequence& s = sequence(id);
+  std::vector<std::string> out;
+  for (int64_t i = 0; i < s.num_known / n_; ++i) {
+    out.push_back(tree_.named_extras(s.space, s.extras_of(static_cast<int32_t>(i))));
+  }
+  return out;
+}
+
+int32_t Core::matched(int64_t id) {
+  Sequence& s = sequence(id);
+  return match(s, std::min(s.num_known - 1, s.max_cached)).num_blocks;
+}
+
 void Core::expect(int64_t id, int32_t num_blocks) {
   Sequence& s = sequence(id);
   if (s.admitted)

@@ -104,6 +104,8 @@ class Core {
 
   // --- tiers
   std::vector<Key> keys(int64_t id);            // identities of its full blocks with known tokens
+  std::vector<std::string> extras(int64_t id);  // of the same blocks; see Tree::named_extras
+  int32_t matched(int64_t id);                  // leading whole blocks the tree would give it now
   void expect(int64_t id, int32_t num_blocks);  // leading blocks a tier below can fill
 
   // --- looking

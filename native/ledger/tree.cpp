@@ -165,6 +165,19 @@ void Tree::unlink(int32_t n) {
   table_[hole] = {};
 }
 
+std::string Tree::named_extras(int32_t space, int32_t extras) const {
+  const Space& root = spaces_[space];
+  const std::string& own = extras_[extras].bytes;
+  std::string out;
+  if (root.salt.empty() && root.lora.empty() && own.empty()) return out;
+  for (const std::string* part : {&root.salt, &root.lora, &own}) {
+    const uint32_t size = static_cast<uint32_t>(part->size());
+    for (int i = 0; i < 4; ++i) out.push_back(static_cast<char>(size >> 8 * i));
+    out += *part;
+  }
+  return out;
+}
+
 Key Tree::make_key(const Key& parent, const int32_t* tokens, int32_t len, int32_t extras) const {
   // parent key 16, "KVB1", tokens per block, tokens held, bytes of extras, then tokens (LE u32), then the extras.
   const std::string& more = extras_[extras].bytes;

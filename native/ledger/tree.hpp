@@ -109,6 +109,8 @@ class Tree {
   }
   void drop(int32_t extras);
   const std::string& extras(int32_t id) const { return extras_[id].bytes; }
+  // Salt, adapter and extras of a block in one text: each with its length before it; "" when all are empty.
+  std::string named_extras(int32_t space, int32_t extras) const;
 
   static constexpr int kScan = 32;  // children looked at for a partial match, newest first
 

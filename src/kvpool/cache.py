@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -13,13 +14,14 @@ from kvpool.backends import Attention, get_backend
 from kvpool.codecs import Counts
 from kvpool.errors import LayoutError, PlanError, UnsupportedError
 from kvpool.kinds import StateKind
-from kvpool.ledger import Ledger, Media, Retention, Stats
+from kvpool.ledger import Ledger, Media, Retention, Stats, StepDecision
 from kvpool.plan import Plan
 from kvpool.pools import Constants, LayerParts, Part, Pools, View
 from kvpool.pools.calibration import calibrate_layer
 from kvpool.pools.constants import apply_scales, read_scales, set_layer, set_unit_scales
 from kvpool.sequence import Sequence
 from kvpool.step import Step, StepBuffers
+from kvpool.tiers.below import Below, open_below, tier_options
 
 
 class KVCache:
@@ -32,6 +34,10 @@ class KVCache:
         clock: Seconds, monotonic; for retention.
         touch: Fault all committed memory in now, so that no step does.
         scales: Decode scales for codecs that need constant ones; see `set_scales`.
+        host_size: Host memory for blocks that are evicted.
+        disk: Directory for blocks that outlive the process.
+        disk_size: The most it may take.
+        model: What tells these weights from all others; needed with a disk, as blocks are of use to no other model.
 
     Invariants: no address, stride or capacity changes while the cache lives; one thread opens steps.
     """
@@ -46,12 +52,18 @@ class KVCache:
         policy: str = "lru",
         touch: bool = False,
         scales: str | Path | Mapping[tuple[int, str], float] | None = None,
+        host_size: int | str | None = None,
+        disk: str | Path | None = None,
+        disk_size: int | str | None = None,
+        model: str = "",
     ) -> None:
         self.plan = plan
         self.device = device
         self.backend = get_backend(backend, device)
         self.pools = Pools(plan, device, touch=touch)
-        self.ledger = Ledger(plan, policy=policy) if clock is None else Ledger(plan, clock=clock, policy=policy)
+        self._tiers = tier_options(plan, host_size, disk, disk_size, model)
+        self._below: Below | None = None
+        self.ledger = Ledger(plan, clock=clock or time.monotonic, policy=policy, offer=self._tiers is not None)
         self._layers = tuple(LayerParts.of(self.pools, layer) for layer in range(plan.spec.num_layers))
         first = StepBuffers(plan, device)
         self._buffers = (first, StepBuffers(plan, device, share=first))
@@ -91,7 +103,11 @@ class KVCache:
             retention=retention,
             max_cached_tokens=max_cached_tokens,
         )
-        return Sequence(self.ledger, handle)
+        if self._tiers is None:
+            return Sequence(self.ledger, handle)
+        below = self.below
+        below.opened(handle)
+        return Sequence(self.ledger, handle, below)
 
     def step(
         self,
@@ -111,7 +127,7 @@ class KVCache:
             OutOfBlocks: Not all sequences fit; nothing has changed.
         """
         buffers = self._buffers[self._turn]
-        decision = self.ledger.begin_step([(seq.id, most) for seq, most in items], buffers.arrays, commit=commit)
+        decision = self._begin([(seq.id, most) for seq, most in items], buffers, commit)
         self._turn ^= 1
         for group, copies in decision.copies_by_group():
             self.backend.copy(self.pools, group, copies)
@@ -119,17 +135,33 @@ class KVCache:
         self.backend.begin(step)
         return step
 
+    def _begin(self, items: list[tuple[int, int]], buffers: StepBuffers, commit: bool) -> StepDecision:
+        if self._below is None:
+            return self.ledger.begin_step(items, buffers.arrays, commit=commit)
+        while True:
+            ready = self._below.ready(items)
+            decision = self.ledger.begin_step(ready, buffers.arrays, commit=commit)
+            if self._below.carry_out(decision):
+                return decision
+            self.ledger.abort_step(decision)
+
     def fits(self, items: SequenceOf[tuple[Sequence, int]]) -> int:
         """Return how many leading items a step would take now; changes nothing.
 
         Args:
             items: As for `step`.
         """
-        return self.ledger.fits([(seq.id, most) for seq, most in items])
+        handles = [(seq.id, most) for seq, most in items]
+        if self._below is not None:
+            self._below.announce(handles)
+        return self.ledger.fits(handles)
 
     def _close(self, step: Step, failed: bool) -> None:
         if failed:
             self.ledger.abort_step(step.decision)
+            if self._below is not None:
+                for admission in step.decision.admitted:
+                    self._below.opened(admission.sequence)
         else:
             self.ledger.end_step(step.decision)
 
@@ -426,6 +458,35 @@ class KVCache:
         source = self.plan.source_layer(layer)
         return {part: constants for (at, part), constants in self.pools.constants.items() if at == source}
 
+    # --- tiers below ----------------------------------------------------------------------------------------
+
+    @property
+    def below(self) -> Below:
+        """The tiers below the device; opening them, by the first sequence, freezes all constants.
+
+        Raises:
+            PlanError: The cache was made without tiers.
+        """
+        if self._tiers is None:
+            raise PlanError("this cache has no tiers below its device; make it with host_size= or disk=")
+        if self._below is None:
+            self._below = open_below(self.plan, self.pools, self.ledger, self._tiers)
+        return self._below
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Bring what the prefix tree holds to disk, within a time; returns whether all of it is there."""
+        return self._below is None or self._below.flush(timeout_s)
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Flush and close the tiers, within a time; returns whether everything was kept. Use it no more."""
+        return self._below is None or self._below.close(timeout_s)
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # --- whole cache ----------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
@@ -435,3 +496,5 @@ class KVCache:
     def check(self) -> None:
         """Verify every invariant of the ledger; raises `KVError` naming the first that fails."""
         self.ledger.check()
+        if self._below is not None:
+            self._below.check()

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Protocol
 
 from kvpool.ledger import Ledger
+
+
+class Watch(Protocol):
+    """Who must know what becomes of sequences: the tiers below the device."""
+
+    def opened(self, sequence: int) -> None:
+        """A sequence waits for a step."""
+
+    def released(self, sequence: int) -> None:
+        """A sequence is gone."""
 
 
 class Sequence:
@@ -14,12 +25,14 @@ class Sequence:
     Args:
         ledger: The ledger that keeps it.
         id: Its id there.
+        watch: Told of it when it waits again, and when it is released.
     """
 
-    __slots__ = ("_ledger", "id", "released")
+    __slots__ = ("_ledger", "_watch", "id", "released")
 
-    def __init__(self, ledger: Ledger, id: int) -> None:
+    def __init__(self, ledger: Ledger, id: int, watch: Watch | None = None) -> None:
         self._ledger = ledger
+        self._watch = watch
         self.id = id
         self.released = False
 
@@ -55,13 +68,25 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """Return a new sequence with the same tokens that shares all blocks."""
-        return Sequence(self._ledger, self._ledger.fork(self.id))
+        return Sequence(self._ledger, self._ledger.fork(self.id), self._watch)
+
+    def pause(self) -> None:
+        """Hold nothing, but leave what is computed matchable; tiers below keep what is evicted of it."""
+        self._ledger.pause(self.id)
+
+    def resume(self) -> None:
+        """Wait for a step again; it finds what the device or a tier still has and computes the rest."""
+        self._ledger.resume(self.id)
+        if self._watch is not None:
+            self._watch.opened(self.id)
 
     def release(self, keep: bool = True) -> None:
         """Give the blocks back; `keep` leaves what is computed matchable. Doing it twice is no error."""
         if not self.released:
             self._ledger.release(self.id, keep=keep)
             self.released = True
+            if self._watch is not None:
+                self._watch.released(self.id)
 
     def __enter__(self) -> Sequence:
         return self

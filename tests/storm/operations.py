@@ -98,7 +98,9 @@ def serve(storm: Storm) -> str | None:
         storm.must(fits < len(items), f"fits said {fits} items, the step was refused")
         told = refused(storm, items, before, error)
         return f"{told}, then {release(storm)}" if rng.random() < 0.5 else told
-    storm.must(fits == len(step.sequences), f"fits said {fits} items, the step took {len(step.sequences)}")
+    took = len(step.sequences)
+    waits = storm.case.disk and took < len(items)  # for blocks on their way, while others went on
+    storm.must(fits == took or bool(waits), f"fits said {fits} items, the step took {took}")
     try:
         with step:
             rows = storm.check_step(step, items)
@@ -196,6 +198,29 @@ def fork(storm: Storm) -> str | None:
     twin = Live(live.seq.fork(), list(live.tokens), live.extras, live.limit, list(live.links), live.computed, True)
     storm.live.append(twin)
     return f"{live.seq} -> {twin.seq}"
+
+
+@operation(4, "Sequence.pause", "Sequence.resume")
+def pause(storm: Storm) -> str | None:
+    """Hold nothing for a while; what is found again after resuming may be shorter, never other tokens."""
+    able = [live for live in storm.live if live.admitted]
+    if not able:
+        return None
+    live = storm.rng.choice(able)
+    live.seq.pause()
+    live.seq.resume()
+    storm.committed |= set(live.links[: live.computed])
+    live.computed, live.admitted, live.resumed = 0, False, True
+    return f"{live.seq}"
+
+
+@operation(1, "KVCache.below", "KVCache.flush")
+def flush(storm: Storm) -> str | None:
+    """An idle moment: everything stored goes to disk."""
+    if not (storm.case.host_blocks or storm.case.disk):
+        return None
+    storm.must(storm.cache.flush(), "not everything came to disk")
+    return f"{ {name: stats.num_blocks for name, stats in storm.cache.below.stats().items()} }"
 
 
 @operation(8, "Sequence.release")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +27,8 @@ class Case:
     """One combination the storm blows over.
 
     Attributes:
+        host_blocks: Blocks of the largest group that a host tier has room for; 0 for no host tier of its own.
+        disk: Keep blocks in a directory, too.
         constants: Where they come from: `given` for scales other than 1, `unit`, or `calibrated` on content, with
             smoothing and rotation.
         num_blocks: Blocks every group gets at first, roughly; few, so that eviction never rests.
@@ -42,6 +47,8 @@ class Case:
     max_step_tokens: int = 64
     constants: str = "given"
     options: Mapping[str, Any] = field(default_factory=dict)
+    host_blocks: int = 0
+    disk: bool = False
 
 
 @dataclass(eq=False)
@@ -53,6 +60,7 @@ class Live:
         computed: Tokens whose content is held.
         admitted: A step has named it, so its prompt has been matched.
         limit: Its `max_cached_tokens`.
+        resumed: It was paused since it was opened.
     """
 
     seq: Sequence
@@ -62,6 +70,7 @@ class Live:
     links: list[int] = field(default_factory=list)
     computed: int = 0
     admitted: bool = False
+    resumed: bool = False
 
     def __post_init__(self) -> None:
         self.extend_links()
@@ -95,7 +104,7 @@ class Storm:
         self.now = 0.0
         self.spec = kv.CacheSpec(layers=case.layers, dtype="bf16", max_seq_len=512)
         self.plan = self._plan()
-        self.cache = kv.KVCache(self.plan, backend=case.backend, clock=lambda: self.now)
+        self.cache = kv.KVCache(self.plan, backend=case.backend, clock=lambda: self.now, **self._tiers())
         self._set_constants()
         self._poison()
         kept = [g.num_blocks * g.tokens_per_block for g in self.plan.groups if not g.is_state]
@@ -123,6 +132,18 @@ class Storm:
         roomy = kv.make_plan(self.spec, budget=1 << 26, **options)
         budget = sum(-(-g.bytes_per_block * case.num_blocks // 4096) * 4096 for g in roomy.groups)
         return kv.make_plan(self.spec, budget=budget, **options)
+
+    def _tiers(self) -> dict[str, Any]:
+        """Where blocks go below the device; the directory goes with the storm."""
+        case, tiers = self.case, {}
+        if case.host_blocks:
+            largest = max(group.bytes_per_block for group in self.plan.groups)
+            tiers["host_size"] = case.host_blocks * -(-largest // 4096) * 4096
+        if case.disk:
+            directory = tempfile.mkdtemp()
+            weakref.finalize(self, shutil.rmtree, directory)
+            tiers |= {"disk": directory, "disk_size": "16MiB", "model": "storm"}
+        return tiers
 
     def _set_constants(self) -> None:
         """K and V get constants of their own, none of them 1 unless asked."""
@@ -224,7 +245,7 @@ class Storm:
             count = int(step.num_tokens[row])
             if not live.admitted:
                 cached = live.seq.num_cached_tokens
-                self.must(first == cached, f"starts at {first}, num_cached_tokens says {cached}")
+                self.must(first == cached or live.resumed, f"starts at {first}, num_cached_tokens says {cached}")
                 bound = self.most_cached(live, written_here)
                 self.must(first <= bound, f"{first} tokens matched, at most {bound} were ever matchable")
             else:
@@ -360,6 +381,8 @@ class Storm:
             live.seq.release()
         self.live.clear()
         self.account()
+        self.must(self.cache.flush(), "not everything came to disk")
+        self.must(self.cache.close(), "the tiers lost something while closing")
 
 
 def split(rng: random.Random, live: list[Live], most: int) -> Iterator[Live]:

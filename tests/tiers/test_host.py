@@ -87,6 +87,7 @@ def test_a_reserved_block_is_found_by_nobody_until_it_is_published() -> None:
     assert tier.reserve(first, size) is None
     blocks.fill(place, blocks.content(first, size))
     tier.publish(first.id)
+    tier.unpin(first.id)
     assert statuses(get(tier, [first])) == [Status.HIT]
     assert tier.reserve(second, size) is not None
     tier.abandon(second.id)

@@ -62,6 +62,7 @@ class Evicted:
     Attributes:
         index: Position of the block in its sequences.
         uses: How often it was found again since it was filled.
+        extras: What its key depends on besides tokens and parent: salt, adapter, media; empty for none.
     """
 
     group: int
@@ -72,6 +73,7 @@ class Evicted:
     priority: int
     uses: int
     token_ids: tuple[int, ...]
+    extras: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,9 +326,25 @@ class Ledger:
 
     # --- looking --------------------------------------------------------------------------------------------
 
+    def expect(self, sequence: int, num_blocks: int) -> None:
+        """Say how many leading blocks of a waiting sequence tiers below can fill; its first step asks for them."""
+        self._core.expect(sequence, num_blocks)
+
     def keys(self, sequence: int) -> list[bytes]:
         """Return the identities of its whole blocks: 16 bytes each, chained, equal in every process."""
         return self._core.keys(sequence)
+
+    def extras(self, sequence: int) -> list[bytes]:
+        """Return what the identity of each whole block depends on besides tokens; empty bytes for nothing."""
+        return self._core.extras(sequence)
+
+    def matched(self, sequence: int) -> int:
+        """Return how many leading whole blocks a waiting sequence would find in the tree now."""
+        return self._core.matched(sequence)
+
+    def stored(self) -> tuple[Evicted, ...]:
+        """Return every whole block of the tree, parents before children: what tiers below may keep too."""
+        return _evicted(self._core.stored())
 
     def tokens(self, sequence: int) -> list[int]:
         """Return its token ids; -1 for one not known yet."""
@@ -402,8 +418,8 @@ def _media(media: Sequence[Media]) -> list[tuple[int, int, bytes]]:
 
 def _evicted(rows: Iterable[tuple[Any, ...]]) -> tuple[Evicted, ...]:
     return tuple(
-        Evicted(group, block, key, parent, index, priority, uses, tuple(tokens.tolist()))
-        for group, block, key, parent, index, priority, uses, tokens in rows
+        Evicted(group, block, key, parent, index, priority, uses, tuple(tokens.tolist()), extras)
+        for group, block, key, parent, index, priority, uses, tokens, extras in rows
     )
 
 

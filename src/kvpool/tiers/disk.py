@@ -109,6 +109,7 @@ class DiskTier:
         self._drops: set[BlockId] = set()
         self._writing: set[BlockId] = set()
         self._pending_bytes = 0
+        self._ending = 0  # writes done whose tickets are not told yet
         self._max_pending_bytes = max_pending_bytes
         self._unsynced = False
         self._flushes_wanted = 0
@@ -137,6 +138,12 @@ class DiskTier:
         now = time.monotonic()
         with self._condition:
             return any(deadline is not None and deadline < now for deadline in self._busy.values())
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing is queued or under way."""
+        with self._condition:
+            return not (self._reads or self._writes or self._busy or self._writing or self._ending)
 
     # --- the protocol ---------------------------------------------------------------------------------------
 
@@ -305,11 +312,11 @@ class DiskTier:
             except Exception as error:  # a thread that dies takes the tier with it
                 _log.exception("%s: unexpected failure of a read", self._directory.path)
                 outcome = Outcome(Status.FAILED, f"{type(error).__name__}: {error}")
-            with self._condition:
-                del self._busy[me]
             if outcome.ok and job.ticket.expired():
                 outcome = Outcome(Status.LATE, "it came after its deadline")
             self._end(job, outcome)
+            with self._condition:
+                del self._busy[me]
 
     def _write_loop(self) -> None:
         while True:
@@ -368,8 +375,11 @@ class DiskTier:
                 self._lost += not outcome.ok
                 self._writing.discard(job.entry.id)
                 self._pending_bytes -= job.num_bytes
+                self._ending += 1
                 self._condition.notify_all()
             self._end(job, outcome)
+            with self._condition:
+                self._ending -= 1
 
     def _forget(self, ids: list[BlockId]) -> None:
         """Write down that blocks are gone; those that could not be written stay hidden while this process lives."""

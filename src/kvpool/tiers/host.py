@@ -177,6 +177,12 @@ class HostTier:
                 raise TierError("host tier: a dropped block is still held")
             self._order.check()
 
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that some copy or load holds in place."""
+        with self._lock:
+            return sum(slot.pins > 0 for slot in self._slots.values())
+
     # --- for copies that others make: pin, reserve ----------------------------------------------------------
 
     def pin(self, block: BlockId) -> tuple[Entry, Pieces] | None:
@@ -198,7 +204,8 @@ class HostTier:
     def reserve(self, entry: Entry, num_bytes: int) -> Pieces | None:
         """Make room for a block whose bytes are still to come; None when there is none or it is there already.
 
-        Nobody finds the block until `publish`; `abandon` gives the room back. Until then its memory is the caller's.
+        The block is pinned, and nobody finds it until `publish`; `abandon` gives the room back. Until then its memory
+        is the caller's.
         """
         with self._lock:
             if self._closed or entry.id in self._slots:
@@ -210,13 +217,11 @@ class HostTier:
             return self._pieces(slot)
 
     def publish(self, block: BlockId) -> None:
-        """Make a reserved block findable: its bytes are complete."""
+        """Make a reserved block findable: its bytes are complete. It stays pinned until `unpin`."""
         with self._lock:
             slot = self._slots[block]
             slot.published = True
-            slot.pins -= 1
             self._order.add(slot.entry)
-            self._forget_if_doomed(slot)
 
     def abandon(self, block: BlockId) -> None:
         """Give the room of a reserved block back."""
@@ -297,6 +302,8 @@ class HostTier:
         if target is None:
             return Outcome(Status.REFUSED, "closed" if self._closed else "every block is being copied")
         move(pieces, target)
-        self.publish(entry.id)
+        with self._lock:
+            self.publish(entry.id)
+            self.unpin(entry.id)
         self._counters.add("written_bytes", expected)
         return STORED

@@ -1,0 +1,224 @@
+"""What a cache does with the tiers below it: between the ledger's decisions and the transfers that carry them out.
+
+Sequences that wait for their first step may have blocks below. They are looked for when the sequence is opened, so that
+a slow tier works while the sequence waits its turn; a step takes what has come by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from kvpool.errors import KVError, TierError, UnsupportedError
+from kvpool.ledger import Ledger, StepDecision
+from kvpool.plan import Plan
+from kvpool.plan.budget import parse_bytes
+from kvpool.pools import Pools
+from kvpool.tiers.base import TierStats, pack_tokens
+from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.host import HostTier
+from kvpool.tiers.identity import block_identity
+from kvpool.tiers.transfer import Chain, Load, Transfer
+
+Items = list[tuple[int, int]]
+#: Host memory in front of a disk when none was asked for: the disk reads and writes host memory only.
+STAGING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """The tiers a cache has below its device.
+
+    Attributes:
+        host_bytes: Host memory for blocks; None for none, or for a little in front of a disk.
+        disk: Directory; None for none.
+        disk_bytes: The most the directory may take; None for no cap.
+        model: What tells the model's weights from all others; a disk needs it.
+    """
+
+    host_bytes: int | None = None
+    disk: Path | None = None
+    disk_bytes: int | None = None
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.disk is not None and not self.model:
+            raise TierError(
+                "blocks on disk outlive the process, and nothing says which weights computed them; give model=, a text"
+                " that tells these weights from all others, such as kvpool.tiers.identity.weights_identity makes"
+            )
+
+
+def tier_options(
+    plan: Plan, host_size: int | str | None, disk: str | Path | None, disk_size: int | str | None, model: str
+) -> TierOptions | None:
+    """Read what a cache is asked for below its device; None for nothing. Budgets of the plan are the defaults."""
+    budgets = {tier.name: tier.budget_bytes for tier in plan.tiers}
+    host = budgets.get("host") if host_size is None else parse_bytes(host_size, "host_size")
+    cap = budgets.get("disk") if disk_size is None else parse_bytes(disk_size, "disk_size")
+    if disk_size is not None and disk is None:
+        raise TierError(f"disk_size is {disk_size!r}, but there is no directory; give disk=")
+    if not host and disk is None:
+        return None
+    return TierOptions(host or None, None if disk is None else Path(disk), cap or None, model)
+
+
+class Below:
+    """The waiting sequences of one cache, and what is being brought up for them.
+
+    Args:
+        plan: Of the cache.
+        ledger: Made with `offer=True`.
+        transfer: To and from the tiers.
+
+    Invariants: a load belongs to a sequence that waits; it is let go when the sequence is admitted or released.
+    """
+
+    def __init__(self, plan: Plan, ledger: Ledger, transfer: Transfer) -> None:
+        if any(group.is_state for group in plan.groups):
+            raise UnsupportedError(
+                "tiers below the device keep no recurrent states yet, and attention blocks are of no use without them;"
+                " leave host and disk out for this model"
+            )
+        self._ledger = ledger
+        self.transfer = transfer
+        self._tokens_per_block = plan.tokens_per_block
+        self._waiting: dict[int, Load | None] = {}
+        self._asked: set[int] = set()
+        self.num_deferred = 0
+
+    # --- sequences ------------------------------------------------------------------------------------------
+
+    def opened(self, sequence: int) -> None:
+        """Note a sequence that waits for a step, and begin to bring up what a slow tier has of it."""
+        self.released(sequence)  # it may have waited before, and been paused
+        self._waiting[sequence] = None
+        if self.transfer.disk is not None:
+            self._ask(sequence)
+
+    def released(self, sequence: int) -> None:
+        """Forget a sequence; one that was admitted is forgotten already."""
+        load = self._waiting.pop(sequence, None)
+        self._asked.discard(sequence)
+        if load is not None:
+            self.transfer.let_go(load)
+
+    def _ask(self, sequence: int) -> None:
+        self._asked.add(sequence)
+        keys = self._ledger.keys(sequence)
+        matched = self._ledger.matched(sequence)
+        if len(keys) <= matched:
+            return
+        n = self._tokens_per_block
+        ids = self._ledger.tokens(sequence)
+        tokens = [pack_tokens(ids[i * n : (i + 1) * n]) for i in range(len(keys))]
+        self._waiting[sequence] = self.transfer.start(Chain(keys, tokens, self._ledger.extras(sequence)), matched)
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def announce(self, items: Items) -> None:
+        """Tell the ledger what tiers may come to have of waiting sequences, so that it counts the room for it."""
+        for sequence, _ in items:
+            if sequence in self._waiting:
+                if sequence not in self._asked:
+                    self._ask(sequence)
+                load = self._waiting[sequence]
+                self._ledger.expect(sequence, 0 if load is None else self.transfer.loaded(load, at_best=True))
+
+    def ready(self, items: Items) -> Items:
+        """Say what a step should take now, and tell the ledger what tiers have of it.
+
+        A sequence whose blocks are still on their way drops out while others can go on; when none can, the step waits
+        for them, at most until their deadline. What has not come by its deadline is missed.
+        """
+        waiting = [sequence for sequence, _ in items if sequence in self._waiting]
+        if not waiting:
+            return items
+        for sequence in waiting:
+            if sequence not in self._asked:
+                self._ask(sequence)
+        loads = {sequence: self._waiting[sequence] for sequence in waiting}
+        under_way = {s for s, load in loads.items() if load is not None and not load.ready and not load.late}
+        if len(under_way) < len(items):
+            self.num_deferred += len(under_way)
+        else:
+            for sequence in under_way:
+                load = loads[sequence]
+                if load is not None:
+                    self.transfer.wait(load)
+            under_way = set()
+        for sequence, load in loads.items():
+            if sequence not in under_way:
+                self._ledger.expect(sequence, 0 if load is None else self.transfer.loaded(load))
+        return [item for item in items if item[0] not in under_way]
+
+    def carry_out(self, decision: StepDecision) -> bool:
+        """Save what a step evicted and fill what it expects from below, before anything of it is written.
+
+        Returns:
+            False when a block was not there any more; the step must then be aborted and begun again.
+        """
+        if decision.evicted:
+            self.transfer.save(decision.evicted)
+        failed = set()
+        for sequence, blocks in groupby(decision.onboards, lambda onboard: onboard.sequence):
+            load = self._waiting[sequence]
+            assert load is not None, "the ledger expects blocks that were not announced"
+            wanted = [(o.group, o.block, load.chain, o.index) for o in blocks]
+            if not all(self.transfer.onboard(wanted)):
+                failed.add(sequence)
+        for sequence in failed:
+            self.released(sequence)
+            self._waiting[sequence] = None
+            self._asked.add(sequence)  # once is enough: it is computed instead
+        if failed:
+            return False
+        for admission in decision.admitted:
+            self.released(admission.sequence)
+        return True
+
+    # --- whole cache ----------------------------------------------------------------------------------------
+
+    def flush(self, timeout_s: float) -> bool:
+        """Bring what the prefix tree holds to disk, within a time; returns whether all of it is there."""
+        return self.transfer.flush(self._ledger.stored(), timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush and close the tiers, within a time; returns whether everything was kept."""
+        for sequence in list(self._waiting):
+            self.released(sequence)
+        flushed = self.transfer.disk is None or self.flush(timeout_s / 2)
+        return self.transfer.close(timeout_s / 2) and flushed
+
+    def stats(self) -> dict[str, TierStats]:
+        """Return the counters of each tier."""
+        return self.transfer.stats()
+
+    def check(self) -> None:
+        """Verify the invariants of tiers and loads."""
+        self.transfer.host.check()
+        if self.transfer.disk is not None:
+            self.transfer.disk.check()
+        if not self._asked <= self._waiting.keys():
+            raise KVError("tiers were asked for a sequence that does not wait")
+        if not any(self._waiting.values()) and self.transfer.idle and self.transfer.host.num_pinned:
+            raise KVError(f"{self.transfer.host.num_pinned} blocks of the host tier are held by nobody's load")
+
+
+def open_below(plan: Plan, pools: Pools, ledger: Ledger, options: TierOptions) -> Below:
+    """Open the tiers of a cache. Its constants are frozen by it: stored blocks depend on them.
+
+    Raises:
+        PlanMismatch: The directory belongs to another plan, model or constants.
+        TierError: It cannot be used, or a tier is too small for a block.
+        UnsupportedError: The model has recurrent states.
+    """
+    for constants in pools.constants.values():
+        constants.freeze()
+    identity = block_identity(plan, pools.constants, options.model)
+    sizes = [group.bytes_per_block for group in plan.groups]
+    host_bytes = max(STAGING_BYTES, 4 * max(sizes)) if options.host_bytes is None else options.host_bytes
+    host = HostTier(host_bytes, sizes, identity)
+    disk = None if options.disk is None else DiskTier(options.disk, identity, size_bytes=options.disk_bytes)
+    return Below(plan, ledger, Transfer(plan, pools, host, disk))

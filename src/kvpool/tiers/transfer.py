@@ -1,0 +1,403 @@
+"""Between the device's slabs and the tiers below: what to keep of what is evicted, and how it comes back.
+
+Shaped like the engines' connectors: `find` says how many blocks can be loaded, `start` begins to load them, a `Load` is
+waited for, `onboard` puts them in place, `save` keeps what leaves, `flush` makes it last. Rewinding needs nothing: a
+key names content, and only whole blocks in the prefix tree leave the device.
+
+Device and host are copied by the thread that opens steps; the disk works on host memory only, behind it. So nothing
+that is late can write into a block the device has given to somebody else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.ledger.decisions import Evicted
+from kvpool.plan import Plan
+from kvpool.pools import Pools
+from kvpool.tiers.base import BlockId, Entry, Outcome, Pieces, Status, Tier, TierStats, pack_tokens, payload_bytes
+from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.host import HostTier
+from kvpool.tiers.value import HitValue
+
+#: Blocks of a lower priority are not kept when they are evicted (TensorRT-LLM's default).
+MIN_PRIORITY = 30
+#: How long a load may take: a time for the disk to answer, and a rate it must reach.
+LATENCY_S = 0.2
+BYTES_PER_S = 200e6
+#: Blocks a flush copies at once.
+FLUSH_BLOCKS = 32
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The whole blocks of a prompt, in order.
+
+    Attributes:
+        keys: The ledger's identity keys.
+        tokens: Packed token ids of each block.
+        extras: What else the keys depend on, of each block.
+    """
+
+    keys: Sequence[bytes]
+    tokens: Sequence[bytes]
+    extras: Sequence[bytes]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A block on its way from disk into a reserved place of the host tier; several loads may want it.
+
+    Attributes:
+        arrived: None while under way.
+        loads: Loads that want it; it stays pinned until they are all let go.
+    """
+
+    block: BlockId
+    arrived: bool | None = None
+    loads: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks of one prompt that are being brought into the host tier and held there.
+
+    Attributes:
+        chain: What is loaded.
+        first: Blocks before are on the device.
+        pinned: Blocks held in the host tier by this load.
+        fetches: Blocks on their way from disk.
+        deadline: After it, what has not come is missed.
+    """
+
+    chain: Chain
+    first: int
+    deadline: float
+    pinned: set[BlockId] = field(default_factory=set)
+    fetches: dict[BlockId, _Fetch] = field(default_factory=dict)
+
+    @property
+    def ready(self) -> bool:
+        """True when nothing is under way any more."""
+        return all(fetch.arrived is not None for fetch in self.fetches.values())
+
+    @property
+    def late(self) -> bool:
+        """True when the deadline has passed and something is still under way."""
+        return time.monotonic() >= self.deadline and not self.ready
+
+    def holds(self, block: BlockId, *, at_best: bool = False) -> bool:
+        """True when a block is in the host tier and stays there for this load; `at_best` also when it may come."""
+        fetch = self.fetches.get(block)
+        arrived = fetch is not None and (fetch.arrived is True or (at_best and fetch.arrived is None))
+        return arrived or block in self.pinned
+
+
+class Transfer:
+    """Copies blocks between the slabs of one device, a host tier and perhaps a disk tier.
+
+    Args:
+        plan: Groups and block sizes.
+        pools: The slabs.
+        host: Always there: what the disk reads and writes is host memory.
+        disk: Or None.
+        min_priority: Blocks of a lower priority are dropped when they are evicted.
+
+    Invariants: one thread calls everything but what workers of the disk report; a place of the host tier that a worker
+    may touch is pinned.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pools: Pools,
+        host: HostTier,
+        disk: DiskTier | None = None,
+        *,
+        min_priority: int = MIN_PRIORITY,
+    ) -> None:
+        self.plan = plan
+        self.host = host
+        self.disk = disk
+        self.min_priority = min_priority
+        self.value = HitValue()
+        self._slabs = pools.slabs
+        self._condition = threading.Condition()
+        self._fetches: dict[BlockId, _Fetch] = {}
+        #: Blocks of the host tier that the disk has not taken yet.
+        self._unsaved: dict[BlockId, None] = {}
+
+    # --- up: how many can be loaded, load, wait, onboard ----------------------------------------------------
+
+    def find(self, chain: Chain, on_device: int) -> int:
+        """Return how many leading blocks could be had, with the first `on_device` of them from the device."""
+        return self._longest(on_device, [self._have(group, chain) for group in range(len(self.plan.groups))])
+
+    def start(self, chain: Chain, on_device: int) -> Load | None:
+        """Begin to bring what `find` found into the host tier, and hold it there; None when there is nothing."""
+        count = self.find(chain, on_device)
+        if count <= on_device:
+            return None
+        wanted = [
+            self._entry(group, chain, index)
+            for group in range(len(self.plan.groups))
+            for index in range(self._first(group, count, on_device), count)
+        ]
+        load = Load(chain, on_device, time.monotonic() + LATENCY_S)
+        from_disk: list[tuple[Entry, Pieces]] = []
+        for entry in wanted:
+            place = self._hold(load, entry)
+            if place is not None:
+                from_disk.append((entry, place))
+        if from_disk and self.disk is not None:
+            seconds = LATENCY_S + sum(payload_bytes(pieces) for _, pieces in from_disk) / BYTES_PER_S
+            load.deadline = time.monotonic() + seconds
+            fetches = [load.fetches[entry.id] for entry, _ in from_disk]
+            self.disk.get(from_disk, deadline_s=seconds, notify=lambda i, outcome: self._arrived(fetches[i], outcome))
+        return load
+
+    def wait(self, load: Load) -> bool:
+        """Wait until a load is ready, at most until its deadline; returns whether it is."""
+        with self._condition:
+            self._condition.wait_for(lambda: load.ready, max(load.deadline - time.monotonic(), 0.0))
+        return load.ready
+
+    def loaded(self, load: Load, *, at_best: bool = False) -> int:
+        """Return how many leading blocks a load brings, as far as it has come; `at_best` counts what is under way."""
+        keys = load.chain.keys
+        have = [[load.holds((g, key), at_best=at_best) for key in keys] for g in range(len(self.plan.groups))]
+        return self._longest(load.first, have)
+
+    def let_go(self, load: Load) -> None:
+        """End a load: its blocks may be given up again, and what is still under way is nobody's."""
+        for block in load.pinned:
+            self.host.unpin(block)
+        load.pinned.clear()
+        with self._condition:
+            for fetch in load.fetches.values():
+                fetch.loads -= 1
+                self._end_fetch(fetch)
+        load.fetches.clear()
+
+    def onboard(self, chain_blocks: Sequence[tuple[int, int, Chain, int]]) -> list[bool]:
+        """Copy blocks from the host tier into the device, in one batch.
+
+        Args:
+            chain_blocks: (group, block id on the device, chain, index in the chain) of each.
+
+        Returns:
+            Which of them hold their content now.
+        """
+        batch = [(self._entry(g, chain, index), self._pieces(g, block)) for g, block, chain, index in chain_blocks]
+        found = [outcome.ok for outcome in self.host.get(batch).outcomes]
+        for (entry, _), ok in zip(batch, found, strict=True):
+            if ok:
+                self.value.hit(entry.id)
+        return found
+
+    # --- down: save, flush ----------------------------------------------------------------------------------
+
+    def save(self, leaving: Iterable[Evicted]) -> int:
+        """Keep blocks that leave the device, before anything is written into them; returns how many were kept.
+
+        Whole blocks of at least `min_priority` whose kind has been worth it go to the host tier, and from there to the
+        disk behind the caller's back. What a tier has is not written again.
+        """
+        return sum(self._keep([b for b in leaving if self._worth(b) and self.value.admit((b.group, b.key), b.uses)]))
+
+    def _worth(self, block: Evicted) -> bool:
+        return block.priority >= self.min_priority and len(block.token_ids) == self._tokens(block.group)
+
+    def _keep(self, blocks: Sequence[Evicted]) -> list[bool]:
+        batch = [(self._entry_of(block), self._pieces(block.group, block.block)) for block in blocks]
+        kept = [outcome.ok for outcome in self.host.put(batch).outcomes]
+        if self.disk is not None:
+            self._unsaved.update((entry.id, None) for (entry, _), ok in zip(batch, kept, strict=True) if ok)
+            self.spill()
+        return kept
+
+    def spill(self) -> None:
+        """Give the disk what it has not yet, as much as it takes without waiting."""
+        if self.disk is None or not self._unsaved:
+            return
+        ids = list(self._unsaved)
+        there = self.disk.exists(ids)
+        batch: list[tuple[Entry, Pieces]] = []
+        for block, stored in zip(ids, there, strict=True):
+            found = None if stored else self.host.pin(block)
+            if found is None:  # on disk, or given up by the host tier before the disk took it
+                del self._unsaved[block]
+            else:
+                batch.append(found)
+
+        def ended(index: int, outcome: Outcome) -> None:
+            self.host.unpin(batch[index][0].id)
+
+        ticket = self.disk.put(batch, notify=ended)
+        for (entry, _), outcome in zip(batch, ticket.outcomes, strict=True):
+            if outcome.status is not Status.REFUSED:
+                del self._unsaved[entry.id]
+
+    def flush(self, blocks: Iterable[Evicted], timeout_s: float) -> bool:
+        """Bring blocks of the device to disk and make them durable, within a time.
+
+        Args:
+            blocks: Everything in the prefix tree; parents before children, so that what is cut off is the far end.
+            timeout_s: The most it takes.
+
+        Returns:
+            Whether everything is kept.
+        """
+        until = time.monotonic() + timeout_s
+        if self.disk is None:
+            return True  # host memory ends with the process: nothing would outlive it
+        worth = [block for block in blocks if self._worth(block)]
+        there = self.disk.exists([(block.group, block.key) for block in worth])
+        waiting = [block for block, stored in zip(worth, there, strict=True) if not stored]
+        while (waiting or self._unsaved) and time.monotonic() < until:
+            part, rest = waiting[:FLUSH_BLOCKS], waiting[FLUSH_BLOCKS:]
+            refused = [block for block, ok in zip(part, self._keep(part), strict=True) if not ok]
+            waiting = refused + rest
+            self.spill()
+            if refused or not waiting:
+                time.sleep(0.001)  # the disk is behind: host memory comes free as it writes
+        return self.disk.flush(max(until - time.monotonic(), 0.0)) and not waiting and not self._unsaved
+
+    @property
+    def idle(self) -> bool:
+        """True when the disk brings and takes nothing."""
+        return not self._fetches and (self.disk is None or self.disk.idle)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Close the tiers, within a time."""
+        done = self.disk is None or self.disk.close(timeout_s)
+        return self.host.close() and done
+
+    def stats(self) -> dict[str, TierStats]:
+        """Return the counters of each tier."""
+        tiers: list[Tier] = [self.host] if self.disk is None else [self.host, self.disk]
+        return {tier.name: tier.stats() for tier in tiers}
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _hold(self, load: Load, entry: Entry) -> Pieces | None:
+        """Hold a block for a load; returns the place to read it into when the disk must bring it."""
+        found = self.host.pin(entry.id)
+        if found is not None:
+            if found[0].differing(entry):
+                self.host.unpin(entry.id)
+            else:
+                load.pinned.add(entry.id)
+            return None
+        with self._condition:
+            fetch = self._fetches.get(entry.id)
+            if fetch is not None:
+                fetch.loads += 1
+                load.fetches[entry.id] = fetch
+                return None
+            if self.disk is None:
+                return None
+            place = self.host.reserve(entry, self.plan.groups[entry.group].bytes_per_block)
+            if place is not None:
+                self._fetches[entry.id] = load.fetches[entry.id] = _Fetch(entry.id)
+            return place
+
+    def _arrived(self, fetch: _Fetch, outcome: Outcome) -> None:
+        """Take what the disk says of a block; called by its workers."""
+        with self._condition:
+            if outcome.ok:
+                self.host.publish(fetch.block)
+            else:
+                self.host.abandon(fetch.block)
+            fetch.arrived = outcome.ok
+            del self._fetches[fetch.block]
+            self._end_fetch(fetch)
+            self._condition.notify_all()
+
+    def _end_fetch(self, fetch: _Fetch) -> None:
+        if fetch.arrived and not fetch.loads:
+            self.host.unpin(fetch.block)
+
+    def _entry(self, group: int, chain: Chain, index: int) -> Entry:
+        parent = chain.keys[index - 1] if index else b""
+        position = index * self._tokens(group)
+        return Entry(group, chain.keys[index], chain.tokens[index], parent, position, chain.extras[index])
+
+    def _entry_of(self, block: Evicted) -> Entry:
+        return Entry(
+            block.group,
+            block.key,
+            pack_tokens(block.token_ids),
+            block.parent if block.index else b"",
+            block.index * self._tokens(block.group),
+            block.extras,
+            block.priority,
+        )
+
+    def _pieces(self, group: int, block: int) -> Pieces:
+        base = self._slabs[group].address
+        return tuple((base + start, size) for start, size in self.plan.groups[group].pieces(block))
+
+    def _tokens(self, group: int) -> int:
+        return self.plan.groups[group].tokens_per_block
+
+    def _have(self, group: int, chain: Chain) -> list[bool]:
+        """Say which blocks of a chain some tier has."""
+        ids = [(group, key) for key in chain.keys]
+        have = self.host.exists(ids)
+        if self.disk is not None:
+            have = [a or b for a, b in zip(have, self.disk.exists(ids), strict=True)]
+        with self._condition:
+            return [h or block in self._fetches for h, block in zip(have, ids, strict=True)]
+
+    def _first(self, group: int, count: int, start: int) -> int:
+        """Return the first block that must come for a length of `count` blocks, with `start` on the device.
+
+        As the ledger has it: what a window or chunk does not see need not come; a group with sinks skips it only when
+        the sinks are on the device.
+        """
+        life = self.plan.groups[group].lifetime
+        n = self._tokens(group)
+        if life is None or self._reads_all(group) or -(-life.sink_tokens // n) > start:
+            return start
+        if life.window is not None:
+            return max(start, max(0, count * n - life.window + 1) // n)
+        chunk = life.chunk or 1
+        return max(start, count * n // chunk * chunk // n)
+
+    def _reads_all(self, group: int) -> bool:
+        """True for a group whose tokens are read for ever."""
+        life = self.plan.groups[group].lifetime
+        return life is None or (life.window is None and life.chunk is None)
+
+    def _longest(self, start: int, have: Sequence[Sequence[bool]]) -> int:
+        """Return the longest length all of whose blocks from `start` on are there, in every group at once."""
+        length = min((_run(row, start) for g, row in enumerate(have) if self._reads_all(g)), default=len(have[0]))
+        runs = [_runs(row, start) for row in have]
+        for count in range(length, start, -1):
+            if all(run[count - 1] >= count - self._first(g, count, start) for g, run in enumerate(runs)):
+                return count
+        return start
+
+
+def _run(have: Sequence[bool], start: int) -> int:
+    """Return where the run of true values that begins at `start` ends."""
+    end = start
+    while end < len(have) and have[end]:
+        end += 1
+    return end
+
+
+def _runs(have: Sequence[bool], start: int) -> list[int]:
+    """Return, for each place, how many true values end there, counted from `start` on."""
+    runs, length = [], 0
+    for index, value in enumerate(have):
+        length = length + 1 if value and index >= start else 0
+        runs.append(length)
+    return runs
