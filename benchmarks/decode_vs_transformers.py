@@ -1,6 +1,7 @@
 """How fast is a decode step of the embedded model on kvpool, against transformers' DynamicCache in the same run?
 
-    python benchmarks/decode_vs_transformers.py [--sequences 8] [--context 4000] [--codec bf16] [--threads 2] [--json FILE]
+    python benchmarks/decode_vs_transformers.py [--sequences 8] [--context 4000] [--codec bf16] [--threads 2]
+                                                [--json FILE]
 
 Both caches are filled with the same random keys and values, then decode steps alternate between them.
 """
