@@ -47,11 +47,28 @@ inline void copy_rows(const WriteArgs& a, int64_t begin, int64_t end) {
 #endif
 }
 
+#if defined(__AVX512BF16__)
+template <CodecId codec>
+concept EncodesBf16 = requires(const Store& s, const uint16_t* x, Place at) { Codec<codec>::encode_bf16(s, x, at); };
+#endif
+
 // Tokens [begin, end) of a write, all heads.
 template <CodecId codec>
 void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
   const Store& s = *a.store;
   if (codec == plain_codec(a.src.dtype) && s.smoothing == nullptr && !s.rotation) return copy_rows(a, begin, end);
+#if defined(__AVX512BF16__)
+  if constexpr (EncodesBf16<codec>) {
+    if (a.src.dtype == DType::bf16 && s.smoothing == nullptr && !s.rotation && Codec<codec>::fits_bf16(s)) {
+      const int64_t last = s.tokens_per_block - 1;
+      for (int64_t t = begin; t < end; ++t)
+        for (int h = 0; a.slots[t] >= 0 && h < s.num_heads; ++h)
+          Codec<codec>::encode_bf16(s, reinterpret_cast<const uint16_t*>(a.src.at(t, h)),
+                                    place(s, a.slots[t] >> s.block_shift, h, static_cast<int>(a.slots[t] & last)));
+      return;
+    }
+  }
+#endif
   alignas(64) float x[kMaxDim];
   const int64_t mask = s.tokens_per_block - 1;
   for (int64_t t = begin; t < end; ++t) {

@@ -28,13 +28,17 @@ void check(bool ok, const char* what, int codec, int isa) {
 
 int bytes_per_vector(CodecId codec, int dim) {
   switch (codec) {
-    case CodecId::fp32: return 4 * dim;
+    case CodecId::fp32:
+      return 4 * dim;
     case CodecId::fp16:
-    case CodecId::bf16: return 2 * dim;
+    case CodecId::bf16:
+      return 2 * dim;
     case CodecId::nvfp4:
     case CodecId::nvfp4_token:
-    case CodecId::index_fp4: return dim / 2;
-    default: return dim;
+    case CodecId::index_fp4:
+      return dim / 2;
+    default:
+      return dim;
   }
 }
 
@@ -167,7 +171,8 @@ void run(const Case& c, Isa isa, Workers& workers) {
   std::vector<float> keys(static_cast<size_t>(indptr.back() * c.heads * c.dim)), values(keys.size());
   for (auto [part, to] : {std::pair{&k, &keys}, std::pair{&v, &values}})
     gather(workers, isa, step, part->store,
-           {reinterpret_cast<uint8_t*>(to->data()), DType::fp32, 4 * c.heads * c.dim, 4 * c.dim}, indptr.data(), nullptr);
+           {reinterpret_cast<uint8_t*>(to->data()), DType::fp32, 4 * c.heads * c.dim, 4 * c.dim}, indptr.data(),
+           nullptr);
 
   double worst = 0;
   for (int s = 0; s < sequences; ++s)
@@ -180,8 +185,9 @@ void run(const Case& c, Isa isa, Workers& workers) {
         for (int t = first; t <= position; ++t) {
           double dot = 0;
           for (int d = 0; d < c.dim; ++d)
-            dot += double{q32[static_cast<size_t>((row * queries + h) * c.dim + d)]} *
-                   keys[static_cast<size_t>(((indptr[static_cast<size_t>(s)] + t) * c.heads + h / c.group) * c.dim + d)];
+            dot +=
+                double{q32[static_cast<size_t>((row * queries + h) * c.dim + d)]} *
+                keys[static_cast<size_t>(((indptr[static_cast<size_t>(s)] + t) * c.heads + h / c.group) * c.dim + d)];
           weight.push_back(std::exp(0.1 * dot));
           sum += weight.back();
         }

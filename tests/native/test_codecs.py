@@ -110,6 +110,21 @@ def test_every_bf16_value_is_rounded_as_the_reference_rounds(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("codec", ["fp8", "int8", "nvfp4", "nvfp4-token", "bf16"])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_bf16_rows_are_stored_as_the_reference_stores_them(isa: str, codec: str, layout: str) -> None:
+    store = CodedStore(codec, 300, 2, 16, (192,), layout, 0.013)
+    x = torch.cat([hard_vectors(2, 192, seed) for seed in range(100)]).bfloat16()
+    slots = torch.randperm(4800)[:4000]
+    write(workers(isa), store, slots, x)
+    counts = Counts()
+    want = store.encode(x, counts)
+    for name, plane in store.at(slots).items():
+        assert same_bytes(plane, want[name]), name
+    assert store.native.counters() == (counts.saturated, counts.flushed, counts.nonfinite)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("codec", ["fp8-tensor", "fp8e5m2-tensor", "int8-tensor"])
 def test_all_256_codes_decode_to_the_format(isa: str, codec: str) -> None:
     store = CodedStore(codec, 1, 1, 2, (256,), "HND", 1.0)

@@ -4,6 +4,10 @@
 #include "kernels/codecs/codec.hpp"
 #include "kernels/codecs/elements.hpp"
 
+#if defined(__AVX512BF16__)
+#include "kernels/codecs/encode_avx512.hpp"
+#endif
+
 namespace kvpool {
 namespace {
 
@@ -24,6 +28,21 @@ struct Scaled {
       for (int j = 0; j < n; ++j) data[j] = Element::encode(x[begin + j] * inverse);
     }
   }
+
+#if defined(__AVX512BF16__)
+  // The same from bf16 elements; `fits` says for which stores.
+  static bool fits_bf16(const Store& s) { return s.num_segments == 1 && s.dim % 64 == 0; }
+
+  static void encode_bf16(const Store& s, const uint16_t* x, Place at) {
+    const float scale = scale_of(amax_bits_bf16(x, s.dim), Element::largest);
+    *at.scale = scale;
+    if (!(scale > 0)) {
+      std::memset(at.data, 0, static_cast<size_t>(s.dim));
+    } else {
+      encode_row_bf16<Element>(x, s.dim, 1.0f / scale, at.data);
+    }
+  }
+#endif
 
   static void decode(const Store& s, Place at, float* out) {
     int begin = 0;

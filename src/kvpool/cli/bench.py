@@ -77,13 +77,17 @@ def bench(
     if as_json:
         print(json.dumps(_clean({"machine": machine, "probe": probe, "rows": found})))
         return
-    shown = ("codec", "layout", "tokens_per_block", "path", "gb_s", "ratio_read", "ratio_paged_read", "ratio_copy",
-             "tokens_per_s", "vs_bf16", "p50_us", "spread")  # fmt: skip
+    columns = {
+        "codec": "codec", "layout": "layout", "tokens_per_block": "N", "path": "path", "gb_s": "GB/s",
+        "ratio_read": "/read", "ratio_paged_read": "/paged", "ratio_copy": "/copy", "tokens_per_s": "token/s",
+        "vs_bf16": "x bf16", "p50_us": "p50 us", "spread": "spread",
+    }  # fmt: skip
     table = Table(title=f"{case}: {machine['cpu']}, {threads} threads, load {machine['load']:.1f}")
-    columns = [name for name in shown if any(name in row for row in found)]
-    for name in (*columns, "torch_sdpa"):
-        table.add_column(name, justify="right")
+    present = [name for name in columns if any(name in row for row in found)]
+    for name in present:
+        table.add_column(columns[name], justify="right", no_wrap=True)
+    table.add_column("x sdpa", justify="right", no_wrap=True)
     for row in found:
-        cells = [row.get(name, "") for name in columns] + [row["vs_peer"].get("torch_sdpa", "")]
+        cells = [row.get(name, "") for name in present] + [row["vs_peer"].get("torch_sdpa", "")]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console().print(table)
+    Console(width=max(Console().width, 110)).print(table)
