@@ -12,6 +12,7 @@ import torch
 import kvpool as kv
 from kvpool.engine import Engine, Params
 from kvpool.engine.embedded import load_model
+from kvpool.transformers import PackedCache, register_attention
 
 pytestmark = pytest.mark.model
 
@@ -135,3 +136,33 @@ def test_greedy_tokens_are_those_of_transformers_in_every_setting(
     model, prompts, expected, layout, size, backend, together, reuse
 ):
     test_greedy_tokens_are_those_of_transformers(model, prompts, expected, layout, size, backend, together, reuse)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(model, prompts, size):
+    """Both runs round every activation to bf16 in the same places but one: attention, where ours keeps scores and sums
+    in fp32. So the distance of our logits to the fp32 model's may not exceed that of transformers' own bf16 run by more
+    than a quarter (the spread of rounding errors over texts), and two runs that far from the same point are at most
+    the sum of their distances apart."""
+    exact, _ = model
+    rounded, _ = load_model(None, "bf16", notify=lambda text: None)
+    ids = torch.tensor([prompts[5]])
+    with torch.inference_mode():
+        want = exact(ids).logits[0].float()
+        theirs = rounded(ids).logits[0].float()
+    spec = kv.CacheSpec.from_config(rounded.config)
+    plan = kv.make_plan(spec, num_blocks=1024 // size, tokens_per_block=size, max_seq_len=1024)
+    rounded.set_attn_implementation(register_attention())
+    cache = kv.KVCache(plan)
+    packed = PackedCache(cache, rounded)
+    sequence = cache.sequence(prompts[5])
+    ours = []
+    while sequence.num_computed_tokens < len(sequence):
+        with cache.step([(sequence, 200)]) as step:
+            ours.append(packed.forward(step, torch.arange(step.total_tokens)).float())
+    their_error = (theirs - want).norm() / want.norm()
+    our_error = (torch.cat(ours) - want).norm() / want.norm()
+    apart = (torch.cat(ours) - theirs).norm() / want.norm()
+    print(f"relative distance to fp32: ours {our_error:.5f}, transformers {their_error:.5f}; apart {apart:.5f}")
+    assert our_error < 1.25 * their_error
+    assert apart < 2.25 * their_error
