@@ -17,6 +17,8 @@ from kvpool.backends.triton import schedule
 from kvpool.backends.triton.attend import attend_kernel, merge_kernel
 from kvpool.backends.triton.copy import copy_kernel, move_kernel
 from kvpool.backends.triton.launch import (
+    READ_ELEMENTS,
+    WRITE_ELEMENTS,
     AttendArguments,
     PartArguments,
     Shape,
@@ -93,7 +95,7 @@ class TritonBackend:
         arguments, constants = self.arguments(part), part.constants
         if constants.smoothing is not None or constants.rotation:
             x = transform(x, _on(constants.smoothing, x), constants.rotation_block)
-        rows = rows_of(arguments.encode["WIDTH"])
+        rows = rows_of(arguments.encode["WIDTH"], WRITE_ELEMENTS)
         grid = (-(-x.shape[0] * part.num_heads // rows),)
         if not grid[0]:
             return
@@ -107,7 +109,7 @@ class TritonBackend:
         arguments, constants = self.arguments(part), part.constants
         plain = constants.smoothing is None and not constants.rotation
         target = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        rows = rows_of(arguments.decode["WIDTH"])
+        rows = rows_of(arguments.decode["WIDTH"], READ_ELEMENTS)
         grid = (-(-len(slots) * part.num_heads // rows),)
         if not grid[0]:
             return

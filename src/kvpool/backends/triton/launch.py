@@ -142,9 +142,13 @@ def part_arguments(part: Part, constant: float) -> PartArguments:
     )
 
 
-def rows_of(width: int) -> int:
-    """Return how many vectors of `width` elements a program of the write and read kernels takes."""
-    return max(4096 // width, 1)
+#: Elements a program of the write kernel encodes and one of the read kernel decodes.
+WRITE_ELEMENTS, READ_ELEMENTS = 2048, 4096
+
+
+def rows_of(width: int, elements: int) -> int:
+    """Return how many vectors of `width` elements a program of so many elements takes."""
+    return max(elements // width, 1)
 
 
 @dataclass(frozen=True, slots=True)
