@@ -7,6 +7,7 @@ step. The same code runs in Triton's interpreter on the CPU, which is how it is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -56,11 +57,15 @@ class TritonBackend:
 
     def __init__(self, device: str | torch.device = "cuda", *, target: Target | None = None) -> None:
         self.target = find_target(device) if target is None else target
+        self._device: torch.device | None = None
         self._parts: dict[Part, PartArguments] = {}
         self._calls: dict[tuple[Any, ...], AttendArguments] = {}
         self._work: dict[StepBuffers, StepWork] = {}
 
     def prepare(self, pools: Pools, buffers: StepBuffers) -> None:
+        if torch.device(pools.device).type == "cuda":
+            self._device = buffers.token_ids.device
+            self.target = find_target(self._device)
         root = buffers.root
         if root not in self._work:
             self._work[root] = StepWork(root)
@@ -76,6 +81,10 @@ class TritonBackend:
     def forget(self) -> None:
         self._parts.clear()
         self._calls.clear()
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Make the pools' device the one kernels are launched on."""
+        return nullcontext() if self._device is None else torch.cuda.device(self._device)
 
     def arguments(self, part: Part) -> PartArguments:
         """Return the kernel arguments of a part; its constants are frozen by the first call."""
@@ -99,11 +108,12 @@ class TritonBackend:
         grid = (-(-x.shape[0] * part.num_heads // rows),)
         if not grid[0]:
             return
-        write_kernel[grid](
-            x, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant, arguments.losses,
-            x.shape[0], x.stride(0), x.stride(1),
-            **arguments.encode, ROWS=rows, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        with self._current():
+            write_kernel[grid](
+                x, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant, arguments.losses,
+                x.shape[0], x.stride(0), x.stride(1),
+                **arguments.encode, ROWS=rows, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
 
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
         arguments, constants = self.arguments(part), part.constants
@@ -113,12 +123,13 @@ class TritonBackend:
         grid = (-(-len(slots) * part.num_heads // rows),)
         if not grid[0]:
             return
-        read_kernel[grid](
-            target, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
-            len(slots), target.stride(0), target.stride(1),
-            **arguments.decode, ROWS=rows, CAST=self.target.cast, HARDWARE=self.target.hardware,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        with self._current():
+            read_kernel[grid](
+                target, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
+                len(slots), target.stride(0), target.stride(1),
+                **arguments.decode, ROWS=rows, CAST=self.target.cast, HARDWARE=self.target.hardware,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
         if not plain:
             out.copy_(restore(target, _on(constants.smoothing, target), constants.rotation_block))
 
@@ -189,26 +200,28 @@ class TritonBackend:
         tree, indices = options.tree, options.indices
         tiles = {"TILE_HEADS": shape.tile_heads, "TILE_TOKENS": shape.tile_tokens, "BLOCK_M": shape.block_m}
         asked = option_constants(options, lse is not None)
-        attend_kernel[(items.num_items * programs,)](
-            q, out, out if lse is None else lse, partial, partial_lse, items.items, step.cu_seqlens,
-            tables.seq_lens, tables.block_table,
-            q if indices is None else indices, q if tree is None else tree, q if sinks is None else sinks,
-            *call.tensors,
-            options.scale * call.logit_factor, options.softcap, call.r_factor, call.v_constant,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1), tables.block_table.stride(0),
-            0 if indices is None else indices.stride(0), 0 if tree is None else tree.stride(0),
-            **asked, **tiles, **call.constants, BLOCK_N=shape.block_n,
-            num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
+        with self._current():
+            attend_kernel[(items.num_items * programs,)](
+                q, out, out if lse is None else lse, partial, partial_lse, items.items, step.cu_seqlens,
+                tables.seq_lens, tables.block_table,
+                q if indices is None else indices, q if tree is None else tree, q if sinks is None else sinks,
+                *call.tensors,
+                options.scale * call.logit_factor, options.softcap, call.r_factor, call.v_constant,
+                q.stride(0), q.stride(1), out.stride(0), out.stride(1), tables.block_table.stride(0),
+                0 if indices is None else indices.stride(0), 0 if tree is None else tree.stride(0),
+                **asked, **tiles, **call.constants, BLOCK_N=shape.block_n,
+                num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=True,
+            )  # fmt: skip
         if items.num_merges:
             rows = min(shape.block_m, max(2048 // call.v_width, 1))
-            merge_kernel[(items.num_merges * programs, shape.block_m // rows)](
-                partial, partial_lse, items.merges, step.cu_seqlens, out, out if lse is None else lse,
-                q if sinks is None else sinks, out.stride(0), out.stride(1),
-                **tiles, ROWS=rows, HAS_SINKS=asked["HAS_SINKS"], HAS_LSE=asked["HAS_LSE"],
-                **{name: call.constants[name] for name in ("NUM_HEADS", "GROUP", "V_COUNT", "V_TOTAL", "CAST")},
-                num_warps=4, enable_fp_fusion=True,
-            )  # fmt: skip
+            with self._current():
+                merge_kernel[(items.num_merges * programs, shape.block_m // rows)](
+                    partial, partial_lse, items.merges, step.cu_seqlens, out, out if lse is None else lse,
+                    q if sinks is None else sinks, out.stride(0), out.stride(1),
+                    **tiles, ROWS=rows, HAS_SINKS=asked["HAS_SINKS"], HAS_LSE=asked["HAS_LSE"],
+                    **{name: call.constants[name] for name in ("NUM_HEADS", "GROUP", "V_COUNT", "V_TOTAL", "CAST")},
+                    num_warps=4, enable_fp_fusion=True,
+                )  # fmt: skip
 
     def score(
         self,
@@ -234,14 +247,15 @@ class TritonBackend:
         items = work.items(cut, part.group)
         width = tables.block_table.shape[1] * part.tokens_per_block
         scores = torch.full((num_rows, width), float("-inf"), dtype=torch.float32, device=q.device)
-        score_kernel[(max(items.num_items, 1),)](
-            q, weights, scores, items.items, step.cu_seqlens, tables.seq_lens, tables.block_table,
-            arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
-            q.stride(0), q.stride(1), weights.stride(0), scores.stride(0), tables.block_table.stride(0),
-            WINDOW=lifetime.window or 0, CHUNK=lifetime.chunk or 0, SINK_TOKENS=lifetime.sink_tokens,
-            Q_HEADS=heads, TILE_HEADS=tile_heads, TILE_TOKENS=tile_tokens, TOKENS_PER_BLOCK=part.tokens_per_block,
-            **call, num_warps=4, num_stages=3, enable_fp_fusion=True,
-        )  # fmt: skip
+        with self._current():
+            score_kernel[(max(items.num_items, 1),)](
+                q, weights, scores, items.items, step.cu_seqlens, tables.seq_lens, tables.block_table,
+                arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
+                q.stride(0), q.stride(1), weights.stride(0), scores.stride(0), tables.block_table.stride(0),
+                WINDOW=lifetime.window or 0, CHUNK=lifetime.chunk or 0, SINK_TOKENS=lifetime.sink_tokens,
+                Q_HEADS=heads, TILE_HEADS=tile_heads, TILE_TOKENS=tile_tokens, TOKENS_PER_BLOCK=part.tokens_per_block,
+                **call, num_warps=4, num_stages=3, enable_fp_fusion=True,
+            )  # fmt: skip
         # A row sees at most as many tokens as the table is wide.
         best = scores.topk(min(indices.shape[1], width), dim=1)
         row = torch.arange(num_rows, dtype=torch.int32, device=q.device)
@@ -269,10 +283,11 @@ class TritonBackend:
         slab_words = slab.bytes[: slab.bytes.numel() // 8 * 8].view(torch.int64)
         for batch in batches(pairs):
             ids = torch.tensor(batch, dtype=torch.int64).to(slab_words.device)
-            copy_kernel[(-(-words // COPY_WORDS), len(batch), pieces)](
-                slab_words, ids, BLOCK_WORDS=words, PITCH_WORDS=plan.layer_pitch_bytes // 8, CHUNK=COPY_WORDS,
-                num_warps=8, enable_fp_fusion=False,
-            )  # fmt: skip
+            with self._current():
+                copy_kernel[(-(-words // COPY_WORDS), len(batch), pieces)](
+                    slab_words, ids, BLOCK_WORDS=words, PITCH_WORDS=plan.layer_pitch_bytes // 8, CHUNK=COPY_WORDS,
+                    num_warps=8, enable_fp_fusion=False,
+                )  # fmt: skip
 
     def move(self, pools: Pools, group: int, slots: Sequence[tuple[int, int]]) -> None:
         slab = pools.slabs[group]
@@ -283,11 +298,12 @@ class TritonBackend:
                     tensor = slab.plane(plane)  # [B, L, F, H, N(, C)]
                     count = tensor.shape[5] if tensor.dim() == 6 else 1
                     named = dict(zip(("B", "L", "F", "H", "N"), tensor.stride(), strict=False))
-                    move_kernel[(len(batch), len(pool.layers) * pool.kv_factor * pool.num_heads)](
-                        tensor, ids, **{f"STRIDE_{axis}": stride for axis, stride in named.items()},
-                        NUM_FACTORS=pool.kv_factor, NUM_HEADS=pool.num_heads, COUNT=count, WIDTH=power(count),
-                        TOKENS_PER_BLOCK=slab.group.tokens_per_block, num_warps=1, enable_fp_fusion=False,
-                    )  # fmt: skip
+                    with self._current():
+                        move_kernel[(len(batch), len(pool.layers) * pool.kv_factor * pool.num_heads)](
+                            tensor, ids, **{f"STRIDE_{axis}": stride for axis, stride in named.items()},
+                            NUM_FACTORS=pool.kv_factor, NUM_HEADS=pool.num_heads, COUNT=count, WIDTH=power(count),
+                            TOKENS_PER_BLOCK=slab.group.tokens_per_block, num_warps=1, enable_fp_fusion=False,
+                        )  # fmt: skip
 
 
 def batches(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
