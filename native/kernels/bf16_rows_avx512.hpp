@@ -102,6 +102,7 @@ inline void nvfp4_row(const uint8_t* data, const uint8_t* block_scale, int dim, 
                                   _mm512_castps_si512(b));
     _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(_mm512_or_si512(codes, second), table));
   }
+  for (int i = round_up(dim, 32); i < round_up(dim, kRowPitch); ++i) out[i] = 0;
 }
 
 // Stored fp32 and fp16 values are rounded; bf16 rows that need padding are copied.
