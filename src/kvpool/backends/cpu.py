@@ -11,6 +11,7 @@ from kvpool import _native
 from kvpool.backends.base import Attention
 from kvpool.codecs import Counts
 from kvpool.errors import UnsupportedError
+from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Plane, Pools
 from kvpool.step import Step, StepBuffers
 
@@ -200,6 +201,23 @@ class CpuBackend:
             0 if lse is None else lse.data_ptr(),
             0 if indices is None else indices.data_ptr(), 0 if indices is None else indices.shape[1],
             0 if tree is None else tree.data_ptr(), 0 if tree is None else tree.shape[1],
+        )  # fmt: skip
+
+    def score(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        part: Part,
+        step: Step,
+        lifetime: Lifetime,
+        indices: torch.Tensor,
+    ) -> None:
+        # The step's view of the group knows the lifetime.
+        weights = weights.float().contiguous()
+        _native.score(
+            self._workers, self._views[step.buffers][part.group], self._store(part),
+            q.data_ptr(), _DTYPES[q.dtype], q.stride(0), q.stride(1), q.shape[1],
+            weights.data_ptr(), indices.shape[1], indices.data_ptr(),
         )  # fmt: skip
 
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
