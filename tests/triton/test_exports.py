@@ -21,8 +21,9 @@ from kvpool.backends.exports import (
     trtllm_block_offsets,
     vllm_cache,
 )
-from kvpool.backends.flashinfer import refusal
+from kvpool.backends.flashinfer import FlashInferBackend, refusal
 from kvpool.backends.reference import ReferenceBackend
+from kvpool.backends.triton import TritonBackend
 from kvpool.errors import LayoutError, UnsupportedError
 from kvpool.kinds import KVKind, LatentKind, Lifetime
 from kvpool.layout import LAYOUTS
@@ -74,6 +75,11 @@ def test_what_flashinfer_does_not_know_is_refused_by_name(codec: str) -> None:
     k, v = Scene(KV, codec).parts("k", "v")
     with pytest.raises(UnsupportedError, match=f"no cache of codec '{codec}'"):
         paged_cache(k, v)
+
+
+def test_a_plan_made_on_the_host_is_not_replayed() -> None:
+    assert TritonBackend.replayable
+    assert not FlashInferBackend.replayable
 
 
 def test_options_flashinfer_does_not_know_are_refused_by_name() -> None:

@@ -36,9 +36,16 @@ class Attention:
 
 
 class Backend(Protocol):
-    """Carries out operations on parts. Arguments were checked by `kvpool.ops`."""
+    """Carries out operations on parts. Arguments were checked by `kvpool.ops`.
+
+    Attributes:
+        name: As in the table of backends.
+        replayable: Calls for a padded step read addresses that do not change, and `begin` renews all they depend on: a
+            captured CUDA graph of them serves every step of that size.
+    """
 
     name: str
+    replayable: bool
 
     def prepare(self, pools: Pools, buffers: StepBuffers) -> None:
         """Learn the addresses of a step's buffers; called once for each."""

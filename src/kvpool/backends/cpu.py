@@ -109,6 +109,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    replayable = False
 
     def __init__(self, num_threads: int | None = None) -> None:
         isa = choose_isa(os.environ.get("KVPOOL_CPU"))

@@ -40,6 +40,7 @@ class FlashInferBackend(TritonBackend):
     """Attends with FlashInfer's paged kernels (`fa2`), planned once a step for every kind of call."""
 
     name = "flashinfer"
+    replayable = False  # a replay would go on with the plan of the step that was captured
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
         super().__init__(device)

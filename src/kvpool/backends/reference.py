@@ -29,6 +29,7 @@ class ReferenceBackend:
     """Loops over sequences; fp32 softmax and sums."""
 
     name = "reference"
+    replayable = False
 
     def prepare(self, pools: Pools, buffers: StepBuffers) -> None:
         pass

@@ -71,8 +71,8 @@ class Engine:
         self.scheduler = Scheduler(self.cache)
         self.timing = Timing()
         self._packed = PackedCache(self.cache, model)
-        cuda = torch.device(self.cache.device).type == "cuda"
-        self._graphs = DecodeGraphs(self._packed.forward, plan.max_sequences) if cuda else None
+        replay = self.cache.backend.replayable and torch.device(self.cache.device).type == "cuda"
+        self._graphs = DecodeGraphs(self._packed.forward, plan.max_sequences) if replay else None
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._pending: list[Event] = []

@@ -54,6 +54,7 @@ class TritonBackend:
     """Kernels for one CUDA device, or for the interpreter."""
 
     name = "triton"
+    replayable = True
 
     def __init__(self, device: str | torch.device = "cuda", *, target: Target | None = None) -> None:
         self.target = find_target(device) if target is None else target
