@@ -37,28 +37,53 @@ nb::list described(const std::vector<Evicted>& blocks) {
   return out;
 }
 
-nb::list evicted(Core& core) {
+nb::object evicted(Core& core) {
+  if (core.blocks().offered.empty()) return nb::none();
   nb::list out = described(core.blocks().offered);
   core.blocks().offered.clear();
   return out;
 }
 
+// A list that exists only once something is in it; None until then.
+class Rows {
+ public:
+  template <class... A>
+  void add(const A&... fields) {
+    if (!list_) list_ = nb::list();
+    nb::borrow<nb::list>(list_).append(nb::make_tuple(fields...));
+  }
+  nb::object get() const { return list_ ? list_ : nb::none(); }
+
+ private:
+  nb::object list_;
+};
+
 nb::tuple decision(Core& core, const Step& step, int64_t num_samples) {
-  nb::list sequences, copies, admitted, sampled, drafts, onboards;
+  const size_t rows = step.entries.size();
+  nb::object sequences = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(rows)));
+  Rows copies, admitted, drafts, onboards;
   int64_t row = 0;
-  for (const Entry& e : step.entries) {
-    sequences.append(e.seq->id);
-    if (e.num_drafts) drafts.append(nb::make_tuple(e.seq->id, row + e.num_tokens, e.num_drafts));
+  for (size_t i = 0; i < rows; ++i) {
+    const Entry& e = step.entries[i];
+    PyTuple_SET_ITEM(sequences.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(e.seq->id));
+    if (e.num_drafts) drafts.add(e.seq->id, row + e.num_tokens, e.num_drafts);
     row += e.num_tokens + e.num_drafts;
-    if (e.end() == e.seq->size()) sampled.append(e.seq->id);
-    if (e.admitted) admitted.append(nb::make_tuple(e.seq->id, e.cached_tokens, e.partial_tokens));
+    if (e.admitted) admitted.add(e.seq->id, e.cached_tokens, e.partial_tokens);
   }
-  for (const Copy& c : step.copies) copies.append(nb::make_tuple(c.group, c.src, c.dst, c.num_tokens));
+  nb::object sampled = sequences;  // the rule while decoding
+  if (static_cast<size_t>(num_samples) < rows) {
+    nb::list some;
+    for (const Entry& e : step.entries) {
+      if (e.end() == e.seq->size()) some.append(e.seq->id);
+    }
+    sampled = nb::tuple(some);
+  }
+  for (const Copy& c : step.copies) copies.add(c.group, c.src, c.dst, c.num_tokens);
   for (const Onboard& o : step.onboards) {
-    onboards.append(nb::make_tuple(step.entries[o.entry].seq->id, o.group, o.block, o.index, to_bytes(o.key)));
+    onboards.add(step.entries[o.entry].seq->id, o.group, o.block, o.index, to_bytes(o.key));
   }
-  return nb::make_tuple(step.id, nb::tuple(sequences), row, num_samples, nb::tuple(copies), nb::tuple(admitted),
-                        nb::tuple(sampled), nb::tuple(drafts), nb::tuple(onboards), nb::tuple(evicted(core)));
+  return nb::make_tuple(step.id, sequences, row, num_samples, copies.get(), admitted.get(), sampled, drafts.get(),
+                        onboards.get(), evicted(core));
 }
 
 template <class T>
@@ -141,6 +166,21 @@ void resolve_tokens(Core& self, Ids ids, nb::handle tokens) {
   if (values.values().size() != ids.size()) throw nb::value_error("resolve takes one token id a sequence");
   const Lock lock(self.mutex());
   self.resolve(ids.data(), values.values().data(), ids.size());
+}
+
+// The step before ends, each sequence gets one token, and a step computes it: one call, one lock.
+nb::tuple decode_step(Core& self, int64_t previous, Ids ids, nb::handle tokens, StepArrays& arrays, double now) {
+  const Tokens values(tokens);
+  if (values.values().size() != ids.size()) throw nb::value_error("a decode step takes one token id a sequence");
+  const Lock lock(self.mutex());
+  self.blocks().now = now;
+  if (previous >= 0) self.end(previous);
+  self.extend(ids.data(), values.values().data(), ids.size());
+  std::vector<Item> items(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) items[i] = {ids.data()[i], 1};
+  int64_t num_samples = 0;
+  const Step& step = self.begin(items, arrays, true, &num_samples);
+  return decision(self, step, num_samples);
 }
 
 nb::tuple begin_step(Core& self, const nb::list& items, StepArrays& arrays, bool commit, const nb::list& drafts,
@@ -342,6 +382,8 @@ Core* make_core(const std::vector<std::vector<int64_t>>& groups, const std::vect
 void bind_steps(nb::class_<Core>& c) {
   c.def("begin_step", &begin_step, nb::arg("items"), nb::arg("arrays"), nb::arg("commit"), nb::arg("drafts"),
         nb::arg("now"))
+      .def("decode_step", &decode_step, nb::arg("previous"), nb::arg("sequences"), nb::arg("token_ids"),
+           nb::arg("arrays"), nb::arg("now"))
       .def(
           "fits",
           [](Core& self, const nb::list& items) {

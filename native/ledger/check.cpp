@@ -23,8 +23,8 @@ std::vector<std::string> Core::check() {
   for (const BlockGroup& g : groups_) refs.emplace_back(g.spec.num_blocks, 0);
   std::unordered_map<int32_t, int32_t> ends;
   std::vector<const Sequence*> holders;
-  for (const auto& [id, owned] : sequences_) holders.push_back(owned.get());
-  for (const auto& [id, owned] : pins_) holders.push_back(owned.get());
+  sequences_.for_each([&](const Sequence& s) { holders.push_back(&s); });
+  pins_.for_each([&](const Sequence& s) { holders.push_back(&s); });
   for (const Sequence* holder : holders) {
     const Sequence& s = *holder;
     const int64_t id = s.id;

@@ -46,16 +46,16 @@ Core::Core(const std::vector<GroupSpec>& groups, const Limits& limits, const Opt
 }
 
 Sequence& Core::sequence(int64_t id) {
-  const auto it = sequences_.find(id);
-  if (it == sequences_.end()) throw std::invalid_argument("sequence " + std::to_string(id) + " is not open");
-  return *it->second;
+  Sequence* s = sequences_.find(id);
+  if (!s) throw std::invalid_argument("sequence " + std::to_string(id) + " is not open");
+  return *s;
 }
 
 int64_t Core::open(const OpenRequest& request) {
   check_size(request.num_tokens, -1);
   std::unique_ptr<Sequence> s = make_sequence(request);
   const int64_t id = s->id = next_id_++;
-  sequences_.emplace(id, std::move(s));
+  sequences_.add(std::move(s));
   return id;
 }
 
@@ -165,7 +165,7 @@ void Core::extend(const int64_t* ids, const int32_t* tokens, size_t n) {
     if (s.size() >= limits_.max_seq_len) check_size(s.size() + 1, s.id);
   }
   for (size_t i = 0; i < n; ++i) {
-    Sequence& s = sequence(ids[i]);
+    Sequence& s = *sequences_.find(ids[i]);
     s.tokens.push_back(tokens ? tokens[i] : -1);
     s.num_known += tokens != nullptr;
   }

@@ -21,6 +21,7 @@
 #include "ledger/arrays.hpp"
 #include "ledger/blocks.hpp"
 #include "ledger/sequence.hpp"
+#include "ledger/sequence_map.hpp"
 
 namespace kvpool::ledger {
 
@@ -110,7 +111,7 @@ class Core {
 
   // --- looking
   Sequence& sequence(int64_t id);
-  bool is_open(int64_t id) const { return sequences_.count(id) > 0; }
+  bool is_open(int64_t id) const { return sequences_.find(id) != nullptr; }
   std::vector<std::string> check();  // check.cpp
   Blocks& blocks() { return blocks_; }
   int num_groups() const { return blocks_.num_groups(); }
@@ -203,8 +204,7 @@ class Core {
   Blocks blocks_;
   std::vector<BlockGroup>& groups_;  // blocks_.groups
   Tree& tree_;                       // blocks_.tree
-  std::unordered_map<int64_t, std::unique_ptr<Sequence>> sequences_;
-  std::unordered_map<int64_t, std::unique_ptr<Sequence>> pins_;
+  SequenceMap sequences_, pins_;
   std::vector<std::unique_ptr<Sequence>> spare_;
   int64_t next_id_ = 0, next_step_ = 0;
   uint64_t num_plans_ = 0;

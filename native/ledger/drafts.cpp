@@ -27,10 +27,10 @@ void Core::set_drafts(int64_t id, Drafts drafts) {
 }
 
 void Core::forget_drafts(int64_t id) {
-  const auto it = sequences_.find(id);
-  if (it == sequences_.end() || !it->second->has_drafts) return;
-  it->second->drafts = {};
-  it->second->has_drafts = false;
+  Sequence* s = sequences_.find(id);
+  if (!s || !s->has_drafts) return;
+  s->drafts = {};
+  s->has_drafts = false;
 }
 
 void Core::drop_draft_states(Sequence& s) {

@@ -175,9 +175,9 @@ void Core::adopt(Sequence& s, int32_t index, int32_t n) {
 }
 
 void Core::release(int64_t id, bool keep) {
-  const auto it = sequences_.find(id);
-  if (it == sequences_.end()) return;
-  Sequence& s = *it->second;
+  Sequence* found = sequences_.find(id);
+  if (!found) return;
+  Sequence& s = *found;
   s.keep = s.closing ? s.keep : keep;
   s.closing = true;
   if (s.open_steps == 0) close(s);
@@ -192,10 +192,7 @@ void Core::close(Sequence& s) {
     to_waiting(s);
   }
   if (retired) blocks_.drop_unused(space);
-  const auto it = sequences_.find(s.id);
-  std::unique_ptr<Sequence> owned = std::move(it->second);
-  sequences_.erase(it);
-  drop_sequence(std::move(owned));
+  drop_sequence(sequences_.take(s.id));
 }
 
 void Core::store_all(Sequence& s) {

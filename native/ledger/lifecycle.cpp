@@ -118,8 +118,9 @@ int64_t Core::fork(int64_t id) {
     }
     if (held.state >= 0) blocks_.claim(g, held.state, nullptr);
   }
-  sequences_.emplace(child.id, std::move(owned));
-  return child.id;
+  const int64_t new_id = child.id;
+  sequences_.add(std::move(owned));
+  return new_id;
 }
 
 // Leave what is computed matchable and hold nothing; the tokens stay. Resuming admits it again.
@@ -157,17 +158,16 @@ int64_t Core::pin(const OpenRequest& request, int64_t* num_tokens) {
   *num_tokens = int64_t{m.num_blocks} * n_;
   s->id = next_id_++;
   const int64_t id = s->id;
-  pins_.emplace(id, std::move(s));
+  pins_.add(std::move(s));
   return id;
 }
 
 void Core::unpin(int64_t id) {
-  const auto it = pins_.find(id);
-  if (it == pins_.end()) throw std::invalid_argument("pin " + std::to_string(id) + " is not held");
-  give_back_all(*it->second);
-  to_waiting(*it->second);
-  drop_sequence(std::move(it->second));
-  pins_.erase(it);
+  if (!pins_.find(id)) throw std::invalid_argument("pin " + std::to_string(id) + " is not held");
+  std::unique_ptr<Sequence> pin = pins_.take(id);
+  give_back_all(*pin);
+  to_waiting(*pin);
+  drop_sequence(std::move(pin));
 }
 
 void Core::clear(const std::string* salt) {
@@ -184,10 +184,10 @@ void Core::clear(const std::string* salt) {
 void Core::reset() {
   if (!steps_.empty()) throw std::invalid_argument("cannot reset while a step is open; end or abort it first");
   std::vector<int64_t> ids;
-  for (const auto& [id, s] : sequences_) ids.push_back(id);
+  sequences_.for_each([&](const Sequence& s) { ids.push_back(s.id); });
   for (const int64_t id : ids) release(id, false);
   ids.clear();
-  for (const auto& [id, s] : pins_) ids.push_back(id);
+  pins_.for_each([&](const Sequence& s) { ids.push_back(s.id); });
   for (const int64_t id : ids) unpin(id);
   clear(nullptr);
 }

@@ -19,12 +19,12 @@ int32_t Core::resize(int g, int32_t num_blocks, std::vector<Move>* moves, int32_
     return num_blocks;
   }
   // What a pin holds stays where it is.
-  for (const auto& [id, pin] : pins_) {
-    for (const int32_t b : pin->held[g].table) {
+  pins_.for_each([&](const Sequence& pin) {
+    for (const int32_t b : pin.held[g].table) {
       if (b >= num_blocks) *stopped_by = std::max(*stopped_by, b);
     }
-    if (pin->held[g].state >= num_blocks) *stopped_by = std::max(*stopped_by, pin->held[g].state);
-  }
+    if (pin.held[g].state >= num_blocks) *stopped_by = std::max(*stopped_by, pin.held[g].state);
+  });
   int32_t target = std::max(num_blocks, *stopped_by + 1);
   while (group.num_free < group.spec.num_blocks - target && group.num_cached > 0) group.put_free(blocks_.evict(g));
   target = std::max(target, group.spec.num_blocks - group.num_free);
@@ -36,19 +36,19 @@ int32_t Core::resize(int g, int32_t num_blocks, std::vector<Move>* moves, int32_
     moved[static_cast<size_t>(b - target)] = to;
     moves->push_back({g, b, to});
   }
-  for (auto& [id, s] : sequences_) {
+  sequences_.for_each([&](Sequence& s) {
     bool changed = false;
     const auto follow = [&](int32_t& b) {
       if (b < target || moved[static_cast<size_t>(b - target)] < 0) return;
       b = moved[static_cast<size_t>(b - target)];
       changed = true;
     };
-    for (int32_t& b : s->held[g].table) follow(b);
-    for (int32_t& b : s->held[g].draft_states) follow(b);
-    follow(s->held[g].state);
-    follow(s->held[g].computed_state);
-    s->generation += changed;
-  }
+    for (int32_t& b : s.held[g].table) follow(b);
+    for (int32_t& b : s.held[g].draft_states) follow(b);
+    follow(s.held[g].state);
+    follow(s.held[g].computed_state);
+    s.generation += changed;
+  });
   group.resize(target);
   return target;
 }

@@ -24,9 +24,13 @@ uint32_t load_be(const uint8_t* p) {
   return uint32_t{p[0]} << 24 | uint32_t{p[1]} << 16 | uint32_t{p[2]} << 8 | uint32_t{p[3]};
 }
 
-void store_be(uint8_t* p, uint32_t v) {
-  p[0] = static_cast<uint8_t>(v >> 24), p[1] = static_cast<uint8_t>(v >> 16);
-  p[2] = static_cast<uint8_t>(v >> 8), p[3] = static_cast<uint8_t>(v);
+template <class T>
+void store_be(uint8_t* p, T v) {
+  if constexpr (std::endian::native == std::endian::little) {
+    v = sizeof(T) == 8 ? static_cast<T>(__builtin_bswap64(v))
+                       : static_cast<T>(__builtin_bswap32(static_cast<uint32_t>(v)));
+  }
+  std::memcpy(p, &v, sizeof v);
 }
 
 void one_block(uint32_t state[8], const uint8_t* data) {
@@ -69,9 +73,7 @@ void sha256_in_place(Compress compress, uint8_t* data, size_t size, uint8_t dige
   const size_t num_blocks = (size + 9 + 63) / 64;
   std::memset(data + size, 0, 64 * num_blocks - size);
   data[size] = 0x80;
-  const uint64_t bits = uint64_t{size} * 8;
-  store_be(data + 64 * num_blocks - 8, static_cast<uint32_t>(bits >> 32));
-  store_be(data + 64 * num_blocks - 4, static_cast<uint32_t>(bits));
+  store_be(data + 64 * num_blocks - 8, uint64_t{size} * 8);
   compress(state, data, num_blocks);
   for (int i = 0; i < 8; ++i) store_be(digest + 4 * i, state[i]);
 }

@@ -34,8 +34,8 @@ std::string space_name(const std::string& salt, const std::string& lora) {
 }
 
 void store_le(uint8_t* p, uint32_t v) {
-  p[0] = static_cast<uint8_t>(v), p[1] = static_cast<uint8_t>(v >> 8);
-  p[2] = static_cast<uint8_t>(v >> 16), p[3] = static_cast<uint8_t>(v >> 24);
+  if constexpr (std::endian::native == std::endian::big) v = __builtin_bswap32(v);
+  std::memcpy(p, &v, 4);
 }
 
 }  // namespace

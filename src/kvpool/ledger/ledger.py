@@ -228,25 +228,39 @@ class Ledger:
         """
         if self._lookup is not None:
             self._ask_tiers(items)
-        number, sequences, total, samples, copies, admitted, sampled, rows, onboards, evicted = self._core.begin_step(
-            items if isinstance(items, list) else list(items),
-            arrays.native,
-            commit,
-            [(s, _ids(ids), list(parents or ())) for s, (ids, parents) in drafts.items()] if drafts else [],
-            self._now(),
+        given = [(s, _ids(ids), list(parents or ())) for s, (ids, parents) in drafts.items()] if drafts else []
+        return _decision(
+            self._core.begin_step(
+                items if isinstance(items, list) else list(items), arrays.native, commit, given, self._now()
+            )
         )
-        return StepDecision(
-            number,
-            sequences,
-            total,
-            samples,
-            tuple(BlockCopy(*c) for c in copies) if copies else (),
-            tuple(Admission(*a) for a in admitted) if admitted else (),
-            sampled,
-            tuple(DraftRows(*d) for d in rows) if rows else (),
-            tuple(Onboard(*o) for o in onboards) if onboards else (),
-            _evicted(evicted) if evicted else (),
-        )
+
+    def decode_step(
+        self,
+        previous: StepDecision | None,
+        sequences: NDArray[np.int64],
+        token_ids: Tokens,
+        arrays: StepArrays,
+    ) -> StepDecision:
+        """End the step before, append one token to each sequence, and begin the step that computes it, in one call.
+
+        The same as `end_step`, `extend` and `begin_step`, for the loop that runs most.
+
+        Args:
+            previous: The step to end, or None.
+            sequences: `[n]` ids.
+            token_ids: `[n]`, one a sequence.
+            arrays: Filled in place; not those of `previous` while it is still read.
+
+        Raises:
+            OutOfBlocks: Blocks are missing; the step before is ended and the tokens are appended: go on with
+                `begin_step` once there is room.
+        """
+        ended = -1 if previous is None else previous.step
+        found = self._core.decode_step(ended, sequences, _ids(token_ids), arrays.native, self._now())
+        if self._policy is not None:
+            self._rekey()
+        return _decision(found)
 
     def _ask_tiers(self, items: Sequence[tuple[int, int]]) -> None:
         assert self._lookup is not None
@@ -321,7 +335,7 @@ class Ledger:
         """
         reached, moves, stopped_by, evicted = self._core.resize(group, num_blocks)
         return Resized(
-            reached, tuple((m[1], m[2]) for m in moves), None if stopped_by < 0 else stopped_by, _evicted(evicted)
+            reached, tuple((m[1], m[2]) for m in moves), None if stopped_by < 0 else stopped_by, _evicted(evicted or ())
         )
 
     # --- looking --------------------------------------------------------------------------------------------
@@ -410,6 +424,22 @@ class Ledger:
         wrong = self._core.check()
         if wrong:
             raise KVError("the ledger is inconsistent: " + "; ".join(wrong))
+
+
+def _decision(row: tuple[Any, ...]) -> StepDecision:
+    number, sequences, total, samples, copies, admitted, sampled, drafts, onboards, evicted = row
+    return StepDecision(
+        number,
+        sequences,
+        total,
+        samples,
+        tuple(BlockCopy(*c) for c in copies) if copies else (),
+        tuple(Admission(*a) for a in admitted) if admitted else (),
+        sampled,
+        tuple(DraftRows(*d) for d in drafts) if drafts else (),
+        tuple(Onboard(*o) for o in onboards) if onboards else (),
+        _evicted(evicted) if evicted else (),
+    )
 
 
 def _media(media: Sequence[Media]) -> list[tuple[int, int, bytes]]:
