@@ -228,7 +228,9 @@ class Ledger:
         """
         if self._lookup is not None:
             self._ask_tiers(items)
-        given = [(s, _ids(ids), list(parents or ())) for s, (ids, parents) in drafts.items()] if drafts else []
+        given: list[tuple[int, object, list[int]]] = []
+        for sequence, (ids, parents) in (drafts or {}).items():
+            given.append((sequence, _ids(ids), list(parents or ())))
         return _decision(
             self._core.begin_step(
                 items if isinstance(items, list) else list(items), arrays.native, commit, given, self._now()
