@@ -312,7 +312,7 @@ def _write_row(shape: Shape, seconds: float) -> dict[str, Any]:
 def _copy_row(shape: Shape, seconds: float) -> dict[str, Any]:
     """Measure copies of whole blocks between random ids."""
     arena = Arena(shape)
-    count = max(1, (32 << 20) // arena.block_bytes)
+    count = max(1, min((32 << 20) // arena.block_bytes, arena.num_blocks // 8))
     order = arena.tables.flatten()
     size = count * arena.block_bytes
     address, row = arena.slab.address, arena.block_bytes
