@@ -14,7 +14,8 @@ from kvpool.backends import Attention, get_backend
 from kvpool.codecs import Counts
 from kvpool.errors import LayoutError, PlanError, UnsupportedError
 from kvpool.kinds import StateKind
-from kvpool.ledger import Ledger, Media, Retention, Stats, StepDecision
+from kvpool.ledger import Event, Ledger, Media, Pin, Retention, Stats, StepDecision
+from kvpool.ledger.extras import Extra
 from kvpool.plan import Plan
 from kvpool.pools import Constants, LayerParts, Part, Pools, View
 from kvpool.pools.calibration import calibrate_layer
@@ -113,6 +114,7 @@ class KVCache:
         self,
         items: SequenceOf[tuple[Sequence, int]],
         *,
+        drafts: Mapping[Sequence, tuple[SequenceOf[int], SequenceOf[int] | None]] | None = None,
         commit: bool = True,
         pad_to: tuple[int, int] | None = None,
     ) -> Step:
@@ -120,6 +122,8 @@ class KVCache:
 
         Args:
             items: `(sequence, most tokens to compute)`, served in this order.
+            drafts: For a sequence whose last token is in this step, tokens to compute behind it and which draft each
+                follows (-1: the last known token; None: each the one before). None is kept unless `accept` says so.
             commit: Make filled blocks matchable when the step ends.
             pad_to: (sequences, tokens) to give the tensors, whatever the step has; rows behind it write nothing.
 
@@ -127,7 +131,8 @@ class KVCache:
             OutOfBlocks: Not all sequences fit; nothing has changed.
         """
         buffers = self._buffers[self._turn]
-        decision = self._begin([(seq.id, most) for seq, most in items], buffers, commit)
+        given = {seq.id: entry for seq, entry in drafts.items()} if drafts else None
+        decision = self._begin([(seq.id, most) for seq, most in items], buffers, given, commit)
         self._turn ^= 1
         for group, copies in decision.copies_by_group():
             self.backend.copy(self.pools, group, copies)
@@ -135,12 +140,18 @@ class KVCache:
         self.backend.begin(step)
         return step
 
-    def _begin(self, items: list[tuple[int, int]], buffers: StepBuffers, commit: bool) -> StepDecision:
+    def _begin(
+        self,
+        items: list[tuple[int, int]],
+        buffers: StepBuffers,
+        drafts: Mapping[int, tuple[SequenceOf[int], SequenceOf[int] | None]] | None,
+        commit: bool,
+    ) -> StepDecision:
         if self._below is None:
-            return self.ledger.begin_step(items, buffers.arrays, commit=commit)
+            return self.ledger.begin_step(items, buffers.arrays, drafts=drafts, commit=commit)
         while True:
             ready = self._below.ready(items)
-            decision = self.ledger.begin_step(ready, buffers.arrays, commit=commit)
+            decision = self.ledger.begin_step(ready, buffers.arrays, drafts=drafts, commit=commit)
             if self._below.carry_out(decision):
                 return decision
             self.ledger.abort_step(decision)
@@ -175,6 +186,54 @@ class KVCache:
         if len(ids) != step.num_samples:
             raise LayoutError(f"extend needs one token a sample: {step.num_samples}, got {len(ids)}")
         self.ledger.extend(step.decision, ids)
+
+    def accept(self, sequence: Sequence, indices: SequenceOf[int]) -> None:
+        """Keep these drafts of the last step, in order, and drop the rest; their slots move in all planes and layers.
+
+        Args:
+            sequence: One that had drafts in the step that just ended.
+            indices: Positions in its drafts; each one's parent is the one before it, the first's the last known token.
+        """
+        moves: dict[int, list[tuple[int, int]]] = {}
+        for move in self.ledger.accept(sequence.id, indices):
+            moves.setdefault(move.group, []).append((move.src, move.dst))
+        for group, slots in moves.items():
+            self.backend.move(self.pools, group, slots)
+
+    # --- the prefix tree ------------------------------------------------------------------------------------
+
+    def peek(self, tokens: Iterable[int], *, salt: Extra = None, lora_id: Extra = None) -> int:
+        """Return how many leading tokens of a prompt would be found now; nothing is held or touched."""
+        return self.ledger.peek(list(tokens), salt=salt, lora_id=lora_id)
+
+    def pin(self, tokens: Iterable[int], *, salt: Extra = None, lora_id: Extra = None) -> Pin:
+        """Keep the stored whole blocks of a prefix from being evicted or moved until `unpin`."""
+        return self.ledger.pin(list(tokens), salt=salt, lora_id=lora_id)
+
+    def unpin(self, pin: Pin) -> None:
+        """Let a pinned prefix go."""
+        self.ledger.unpin(pin)
+
+    def clear(self, salt: Extra = None) -> None:
+        """Forget what is stored under a salt, or everything; what is in use is dropped when it is released."""
+        self.ledger.clear(salt)
+
+    def reset(self) -> None:
+        """Release every sequence and forget everything: all blocks are free and constants may be set anew.
+
+        Raises:
+            PlanError: There are tiers below the device: what they keep depends on the constants.
+        """
+        if self._below is not None:
+            raise PlanError("a cache with tiers cannot be reset: its constants are part of what they keep; use clear()")
+        self.ledger.reset()
+        for constants in self.pools.constants.values():
+            constants.thaw()
+        self.backend.forget()
+
+    def events(self) -> list[Event]:
+        """Return what became of stored blocks since the last call, in order."""
+        return self.ledger.events()
 
     # --- per layer ------------------------------------------------------------------------------------------
 
@@ -249,7 +308,12 @@ class KVCache:
         if parts.v is None:
             raise LayoutError(f"layer {layer} has no attention")
         options = Attention(
-            parts.default_scale if scale is None else scale, parts.lifetime, softcap or 0.0, sinks, indices
+            parts.default_scale if scale is None else scale,
+            parts.lifetime,
+            softcap or 0.0,
+            sinks,
+            indices,
+            step.tree,
         )
         result, lse = ops.attend(self.backend, q, parts.k, parts.v, parts.v_dim, step, options, out, return_lse)
         return result if lse is None else (result, lse)

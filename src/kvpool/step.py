@@ -188,6 +188,34 @@ class Step:
             for g in self.buffers.groups
         )
 
+    @cached_property
+    def draft_rows(self) -> dict[int, slice]:
+        """Rows that compute drafts, by sequence id; they follow the row of its last known token."""
+        return {d.sequence: slice(d.first_row, d.first_row + d.num_rows) for d in self.decision.drafts}
+
+    @cached_property
+    def tree(self) -> torch.Tensor | None:
+        """`[T, W]` int64 bit masks, or None without drafts: bit `i` says whether a row sees row `i` of its sequence.
+
+        A draft sees the step's known tokens and the drafts it descends from, itself included.
+        """
+        if not self.decision.drafts:
+            return None
+        width = -(-int(self.buffers.arrays.num_tokens[: self.num_sequences].max()) // 64)
+        seen = np.zeros((self.total_tokens, width * 64), np.bool_)
+        starts = self.buffers.arrays.cu_seqlens
+        parents = self.buffers.arrays.draft_parents
+        for s in range(self.num_sequences):
+            first = int(starts[s])
+            for row in range(first, int(starts[s + 1])):
+                if parents[row] < 0:
+                    seen[row, : row - first + 1] = True
+                else:
+                    seen[row] = seen[parents[row]]
+                    seen[row, row - first] = True
+        packed = np.packbits(seen, axis=1, bitorder="little").view(np.int64)  # [T, W]
+        return torch.from_numpy(packed).to(self.token_ids.device)
+
     def paged(self, group: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(kv_indptr [S+1], kv_indices, last_page_len [S])` int32, as FlashInfer takes them."""
         arrays = self.buffers.arrays.groups[group]

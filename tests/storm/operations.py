@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import kvpool as kv
+from kvpool.kinds import IndexerKind
 
+from . import content
 from .model import forward
 from .world import Live, Storm, attends, split
 
@@ -280,3 +282,133 @@ def count_losses(storm: Storm) -> str | None:
         grown = all(new >= old for new, old in zip(storm.lost[key], before.get(key, (0, 0)), strict=True))
         storm.must(grown and counts.nonfinite == 0, f"{key} lost {counts}, before {before.get(key)}")
     return f"{storm.lost}" if lost else None
+
+
+@operation(3, "KVCache.peek", "KVCache.pin", "KVCache.unpin")
+def pin_and_press(storm: Storm) -> str | None:
+    """A pinned prefix is still found whole after others pressed; looking changes nothing."""
+    if not storm.past:
+        return None
+    (salt, lora_id), tokens = storm.rng.choice(storm.past)
+    before = storm.cache.stats()
+    found = storm.cache.peek(tokens, salt=salt, lora_id=lora_id)
+    storm.must(found == storm.cache.peek(tokens, salt=salt, lora_id=lora_id), "peek is not steady")
+    storm.must(storm.cache.stats() == before, "peek changed the counters")
+    live = Live(None, list(tokens), (salt, lora_id))  # type: ignore[arg-type]
+    storm.must(found <= storm.most_cached(live), f"peek found {found}, {storm.most_cached(live)} were ever matchable")
+    pin = storm.cache.pin(tokens, salt=salt, lora_id=lora_id)
+    pinned = found // storm.case.tokens_per_block * storm.case.tokens_per_block
+    for _ in range(3):
+        serve(storm)
+    after = storm.cache.peek(tokens, salt=salt, lora_id=lora_id)
+    full = all(group.name == "full" for group in storm.plan.groups)
+    storm.must(not full or after >= pinned, f"{pinned} tokens were pinned, {after} are found")
+    storm.cache.unpin(pin)
+    return f"{found} of {len(tokens)} tokens"
+
+
+@operation(1, "KVCache.clear")
+def clear(storm: Storm) -> str | None:
+    """Everything stored is forgotten, or one tenant's; sequences go on."""
+    salt = storm.rng.choice([None, "tenant"])
+    storm.cache.clear(salt)
+    forgotten = [entry for entry in storm.past if salt is None or entry[0][0] == salt]
+    held = {link for live in storm.live for link in live.links}
+    for extras, tokens in forgotten:
+        live = Live(None, list(tokens), extras)  # type: ignore[arg-type]
+        if held.isdisjoint(live.links):
+            found = storm.cache.peek(tokens, salt=extras[0], lora_id=extras[1])
+            storm.must(found == 0, f"{found} tokens of {extras} are found after clear({salt!r})")
+    return f"{salt}"
+
+
+@operation(1, "KVCache.reset")
+def reset(storm: Storm) -> str | None:
+    """Everything is let go and every block is free; only a cache without tiers can."""
+    if storm.rng.random() < 0.7:  # seldom: what lives is what the storm is about
+        return None
+    if storm.case.host_blocks or storm.case.disk:
+        if not storm.live:
+            return None
+        with pytest.raises(kv.PlanError, match="tiers"):
+            storm.cache.reset()
+        return "refused"
+    storm.cache.reset()
+    storm.live.clear()
+    storm.committed.clear()
+    stats = storm.cache.stats()
+    storm.must(stats.free == stats.committed, f"{stats.free} of {stats.committed} blocks are free after a reset")
+    storm.lost = {}
+    return "all"
+
+
+@operation(2, "KVCache.events")
+def drain_events(storm: Storm) -> str | None:
+    """Events come once, in order."""
+    numbers = [event.number for event in storm.cache.events()]
+    storm.must(numbers == sorted(set(numbers)), "events are out of order")
+    return f"{len(numbers)}"
+
+
+@operation(4, "KVCache.take", "KVCache.take_index")
+def take_slots(storm: Storm) -> str | None:
+    """Any slots in any order, some of them none."""
+    able = [live for live in storm.live if live.computed]
+    layers = [layer for layer, spec in enumerate(storm.spec.layers) if attends(spec)]
+    if not able or not layers:
+        return None
+    live, layer = storm.rng.choice(able), storm.rng.choice(layers)
+    (key, *_), _, _ = storm.parts(layer)
+    table, length = storm.cache.ledger.table(live.seq.id, key.group)
+    seen = storm.visible(torch.tensor([length]), length, storm.lifetime(key))[0].nonzero().flatten().tolist()
+    if not seen:
+        return None
+    places = [storm.rng.choice(seen) for _ in range(5)]
+    n = key.tokens_per_block
+    slots = torch.tensor([table[p // n] * n + p % n for p in places] + [-1])
+    first = storm.cache.take(layer, slots)[0]
+    want = storm.stored(key, [live.links[p] for p in places])[..., : first.shape[-1]]
+    storm.must(torch.equal(first[:-1], want), f"layer {layer}: slots do not hold {key.name}")
+    storm.must(not first[-1].any(), "slot -1 does not give zeros")
+    if any(isinstance(kind, IndexerKind) for kind in storm.spec.layers[layer].kinds):
+        part = storm.cache.pools.part(layer, "index")
+        got = storm.cache.take_index(layer, slots)
+        storm.must(torch.equal(got[:-1], storm.stored(part, [live.links[p] for p in places])), "indexer keys")
+    return f"{live.seq} {places}"
+
+
+@operation(5, "KVCache.accept")
+def speculate(storm: Storm) -> str | None:
+    """Two branches of drafts behind the last token; one path of them, or none, becomes the sequence."""
+    rng = storm.rng
+    able = [live for live in storm.live if live.admitted and live.computed == len(live.tokens) - 1]
+    if not storm.plan.num_draft or not able:
+        return None
+    live = rng.choice(able)
+    if len(live.tokens) + 5 > storm.longest:
+        return None
+    drafts, parents = [rng.randrange(VOCABULARY) for _ in range(4)], [-1, 0, 0, 2]
+    try:
+        step = storm.cache.step([(live.seq, 1)], drafts={live.seq: (drafts, parents)})
+    except kv.OutOfBlocks:
+        return f"{live.seq} had no room"
+    links = list(live.links)
+    for token, parent in zip(drafts, parents, strict=True):
+        branch = [links[live.computed if parent < 0 else live.computed + 1 + parent]]
+        content.extend(branch, 0, [token])
+        links.append(branch[-1])
+    with step:
+        for layer, spec in enumerate(storm.spec.layers):
+            names = {part for kind in spec.kinds for part in storm.part_names(kind)}
+            given = {name: storm.given(layer, name, links[live.computed :]) for name in names}
+            if given:
+                storm.cache.write(layer, step, **given)
+    live.computed += 1
+    chosen = rng.choice([[], [0], [0, 1], [0, 2, 3]])
+    storm.cache.accept(live.seq, chosen)
+    live.tokens += [drafts[i] for i in chosen]
+    live.extend_links()
+    live.computed += len(chosen)
+    storm.committed |= set(live.links[: live.computed])
+    storm.must(list(live.seq.tokens) == live.tokens, "tokens after accept")
+    return f"{live.seq} keeps {chosen}"

@@ -36,7 +36,7 @@ RECURRENT = (LayerSpec(STATES),) * 2
 ROUNDED = 0.6
 
 CASES = [
-    Case("gqa-bf16", GQA),
+    Case("gqa-bf16", GQA, options={"num_draft": 4}),
     Case("gqa-fp32-nhd", GQA, codec="fp32", layout="NHD", tokens_per_block=2, num_blocks=50),
     Case("gqa-fp16-block-16", GQA, codec="fp16", tokens_per_block=16, num_blocks=12),
     Case("gqa-int8-k-fp8-v-nhd", GQA, codec={"k": "int8", "v": "fp8"}, layout="NHD"),
@@ -45,9 +45,9 @@ CASES = [
     Case("gqa-fp8e5m2-tensor-unit-nhd", GQA, codec="fp8e5m2-tensor", layout="NHD", constants="unit"),
     Case("unequal-heads-bf16-nhd", UNEQUAL, layout="NHD"),
     Case("shared-bf16", SHARED),
-    Case("mla-bf16", MLA),
+    Case("mla-bf16", MLA, options={"num_draft": 4}),
     Case("mla-split", MLA, codec={"latent": "fp8", "rope": "bf16"}, layout="NHD"),
-    Case("dsa-fp8", DSA, codec="fp8"),
+    Case("dsa-fp8", DSA, codec="fp8", options={"num_draft": 4}),
     Case("window-bf16", WINDOW),
     Case("chunk-bf16-nhd", CHUNK, layout="NHD"),
     Case("hybrid-bf16", HYBRID, options={"checkpoint_interval": 16}),
@@ -58,7 +58,15 @@ CASES = [
     Case("window-fp8-disk", WINDOW, codec="fp8", num_blocks=24, host_blocks=30, disk=True),
     Case("chunk-disk", CHUNK, num_blocks=24, disk=True),
     Case("dsa-fp8-host", DSA, codec="fp8", host_blocks=40),
-    Case("gqa-bf16-cpu", GQA, backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
+    Case(
+        "gqa-bf16-cpu",
+        GQA,
+        backend="cpu",
+        tokens_per_block=16,
+        num_blocks=14,
+        tolerance=ROUNDED,
+        options={"num_draft": 4},
+    ),
     Case("gqa-fp32-nhd-cpu", GQA, codec="fp32", layout="NHD", backend="cpu", tokens_per_block=32, num_blocks=10),
     Case(
         "gqa-int8-fp8-cpu",
