@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,23 +55,30 @@ def check_same(want: Any, got: Any, prompt_length: int) -> int:
 
 
 @contextmanager
+def replaced(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `make(method)` in the place of a method of one object."""
+    before = vars(owner).get(name)
+    setattr(owner, name, make(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is None else setattr(owner, name, before)
+
+
+@contextmanager
 def counted(owner: object, name: str, key: Callable[..., int]) -> Iterator[Counter[int]]:
     """Count the calls of a method by what `key` makes of their arguments."""
     calls: Counter[int] = Counter()
-    original = getattr(owner, name, None)
-    if original is None:  # a backend without it: nothing can be called
-        yield calls
-        return
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls[key(*args)] += 1
-        return original(*args, **kwargs)
+    def make(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[key(*args)] += 1
+            return original(*args, **kwargs)
 
-    setattr(owner, name, call)
-    try:
+        return call
+
+    with replaced(owner, name, make) if hasattr(owner, name) else nullcontext():
         yield calls
-    finally:
-        delattr(owner, name)
 
 
 def counted_attends(cache: PagedCache) -> AbstractContextManager[Counter[int]]:
@@ -85,15 +92,14 @@ def counted_attends(cache: PagedCache) -> AbstractContextManager[Counter[int]]:
 def recorded_steps(cache: PagedCache) -> Iterator[list[int]]:
     """Record how many tokens every step computes."""
     totals: list[int] = []
-    original = cache.cache.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        opened = original(*args, **kwargs)
-        totals.append(opened.total_tokens)
-        return opened
+    def make(original: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            opened = original(*args, **kwargs)
+            totals.append(opened.total_tokens)
+            return opened
 
-    cache.cache.step = step  # type: ignore[method-assign]
-    try:
+        return step
+
+    with replaced(cache.cache, "step", make):
         yield totals
-    finally:
-        del cache.cache.step
