@@ -11,6 +11,7 @@ interpreter (TRITON_INTERPRET=1) and measures nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -80,6 +81,18 @@ def run_case(case: dict, backend: type, device: str) -> dict:
         "tokens_per_s": rows / seconds,
         "spread": spread,
     }
+
+
+def warm(device: str) -> None:
+    """Compile what the cases will need: kernels depend on formats and heads, not on batch and context."""
+    seen = set()
+    for case in cases(device, ""):
+        key = (case["case"], case["codec"], case["heads"])
+        if key not in seen:
+            seen.add(key)
+            for backend in backends(device).values():
+                with contextlib.suppress(Exception):  # the case itself will say what is wrong
+                    run_case({**case, "batch": 2, "context": max(512, case["rows"])}, backend, device)
 
 
 def run_sdpa(case: dict, device: str) -> dict:

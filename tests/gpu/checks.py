@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,13 +117,16 @@ def formats(device: str) -> None:
             assert backend.counts(other) == part.constants.counts, f"{codec}: counts"
 
 
-def attention(device: str) -> None:
-    """Every codec and layout, decode rows and prefill rows in one batch, three query types."""
-    kv = [name for name in CODECS if not name.startswith("index")]
-    for codec in kv if device != "cpu" else ("bf16", "nvfp4"):
+def attention(device: str, codecs: tuple[str, ...] = ("bf16", "nvfp4")) -> None:
+    """Codecs in both layouts, decode rows and prefill rows in one batch."""
+    for codec in codecs:
         for layout in LAYOUTS if device != "cpu" else ("NHD",):
             here, there = scenes(KVKind(2, 128), codec, device, torch.bfloat16, layout=layout)
             attend(here, there, ("k", "v"), 128, 16, f"decode and prefill {codec} {layout}")
+
+
+def heads(device: str) -> None:
+    """Other query types and head sizes."""
     for dtype in (torch.float16, torch.float32) if device != "cpu" else ():
         for codec in ("fp16", "fp32", "fp8", "nvfp4"):
             here, there = scenes(KVKind(2, 128), codec, device, dtype)
@@ -147,14 +151,17 @@ def options(device: str) -> None:
     attend(here, there, ("k", "v"), 128, 8, "tree", tree=tree)
 
 
-def latents(device: str) -> None:
-    """MLA of 16 and 128 heads, one codec or two, and sparse slots."""
-    mla = LatentKind(512, 64)
+def latents(device: str, num_heads: int = 4) -> None:
+    """MLA, one codec or two."""
     for codec in ("bf16", "fp8", "int8", "nvfp4", {"latent": "fp8", "rope": "bf16"}) if device != "cpu" else ("fp8",):
-        for heads in (16, 128) if device != "cpu" else (4,):
-            here, there = scenes(mla, codec, device, torch.bfloat16, tokens_per_block=64)
-            names = ("latent", "rope") if isinstance(codec, dict) else ("latent",)
-            attend(here, there, names, 512, heads, f"latent {codec} {heads} heads")
+        here, there = scenes(LatentKind(512, 64), codec, device, torch.bfloat16, tokens_per_block=64)
+        names = ("latent", "rope") if isinstance(codec, dict) else ("latent",)
+        attend(here, there, names, 512, num_heads, f"latent {codec} {num_heads} heads")
+
+
+def sparse(device: str) -> None:
+    """Rows see the slots they are given."""
+    mla = LatentKind(512, 64)
     here, there = scenes(mla, "fp8", device, torch.bfloat16, tokens_per_block=64)
     rows = here.step.total_tokens
     indices = torch.full((rows, 64), -1)
@@ -315,5 +322,11 @@ def graphs(device: str) -> None:
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
-    f.__name__: f for f in (formats, attention, options, latents, indexer, high_ids, memory, graphs)
+    f.__name__: f for f in (formats, attention, heads, options, latents, sparse, indexer, high_ids, memory, graphs)
+}
+#: On a GPU the longest are cut, so that their kernels are compiled by several processes at once.
+GPU_CHECKS: dict[str, Callable[[str], None]] = {
+    **{name: check for name, check in CHECKS.items() if name not in ("attention", "latents")},
+    **{f"attention_{codec}": partial(attention, codecs=(codec,)) for codec in CODECS if not codec.startswith("index")},
+    **{f"latents_{n}": partial(latents, num_heads=n) for n in (16, 128)},
 }
