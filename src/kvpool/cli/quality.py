@@ -31,9 +31,9 @@ def quality(
         str, typer.Option(help="CODEC or K/V, with :unit, +smoothing, +rotation; separated by commas")
     ] = DEFAULT_CODECS,
     baseline: Annotated[str, typer.Option(help="What the others are compared with")] = "bf16",
-    windows: Annotated[int, typer.Option(min=1, help="Pieces of the text that are scored")] = 4,
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens of a piece before its first scored one")] = 512,
-    scored: Annotated[int, typer.Option(min=1, help="Scored tokens of a piece")] = 512,
+    windows: Annotated[int, typer.Option(min=1, help="Pieces of the text that are scored")] = 2,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of a piece before its first scored one")] = 256,
+    scored: Annotated[int, typer.Option(min=1, help="Scored tokens of a piece")] = 1024,
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "fp32",
     backend: Annotated[str, typer.Option(help="auto, cpu or reference")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads of torch and of the kernels; default: all cores")] = None,

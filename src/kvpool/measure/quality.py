@@ -161,11 +161,12 @@ class Meter:
         """Return the baseline's row and one for each variant."""
         everyone = (self.baseline, *variants)
         caches = [self.cache(v) for v in everyone]
+        runs = [PackedCache(cache, self.model) for cache in caches]
         tallies = [Tally() for _ in everyone]
         for window in self.windows.scored:
             exact = None
-            for variant, cache, tally in zip(everyone, caches, tallies, strict=True):
-                logits = self.logits(cache, window)
+            for variant, run, tally in zip(everyone, runs, tallies, strict=True):
+                logits = self.logits(run, window)
                 exact = logits if exact is None else exact
                 tally.add(exact, logits, window[self.windows.prefix + 1 :])
                 self.progress(variant.name)
@@ -204,15 +205,11 @@ class Meter:
             self.progress("calibration")
         return self._sample
 
-    def logits(self, cache: KVCache, window: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the scored positions, `[num_scored, vocabulary]`."""
-        return self._forward(cache, window, torch.arange(self.windows.prefix, len(window) - 1))
-
-    def _forward(self, cache: KVCache, window: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Run the model over a window that is forgotten afterwards; returns the logits of `rows`."""
-        sequence = cache.sequence(window.tolist())
-        with cache.step([(sequence, len(window))], commit=False) as step:
-            logits = PackedCache(cache, self.model).forward(step, rows=rows)
+    def logits(self, run: PackedCache, window: torch.Tensor) -> torch.Tensor:
+        """Return the logits of a window's scored positions, `[num_scored, vocabulary]`; the window is forgotten."""
+        sequence = run.cache.sequence(window.tolist())
+        with run.cache.step([(sequence, len(window))], commit=False) as step:
+            logits = run.forward(step, rows=torch.arange(self.windows.prefix, len(window) - 1))
         sequence.release(keep=False)
         return logits
 
