@@ -24,8 +24,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "format_quality.json"
 DOCS = ROOT / "docs" / "choosing-a-format.md"
 MARKS = ("<!-- format_quality: made by benchmarks/format_quality.py -->", "<!-- end of format_quality -->")
 CODECS = (
-    "fp8,fp8+smoothing+rotation,fp8-tensor,fp8-tensor:unit,fp8e5m2-tensor,int8,int8+smoothing+rotation,int8-tensor,nvfp4,"
-    "nvfp4-token,nvfp4-token+smoothing,nvfp4-token+rotation,nvfp4-token+smoothing+rotation,fp8/nvfp4-token"
+    "fp8,fp8+smoothing+rotation,fp8-tensor,fp8-tensor:unit,int8,int8+smoothing+rotation,int8-tensor,nvfp4,nvfp4-token,"
+    "nvfp4-token+smoothing+rotation,fp8/nvfp4-token"
 )
 
 

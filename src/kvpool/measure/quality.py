@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
@@ -243,27 +244,27 @@ class Meter:
 
 @dataclass(slots=True)
 class Tally:
-    """What one format's distributions were, position by position."""
+    """What one format's distributions were, position by position: numbers, since small tensors would pin the heap."""
 
-    kl: list[torch.Tensor] = field(default_factory=list)
-    agreed: list[torch.Tensor] = field(default_factory=list)
-    loss: list[torch.Tensor] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    agreed: list[bool] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
 
     def add(self, exact: torch.Tensor, lossy: torch.Tensor, targets: torch.Tensor) -> None:
         """Compare logits `[n, vocabulary]` with the exact ones and with the tokens that followed."""
-        for rows in torch.arange(len(targets)).split(CHUNK_ROWS):  # type: ignore[no-untyped-call]
+        for begin in range(0, len(targets), CHUNK_ROWS):
+            rows = slice(begin, begin + CHUNK_ROWS)
             p, q = exact[rows].float().log_softmax(-1), lossy[rows].float().log_softmax(-1)
-            self.kl.append((p.exp() * (p - q)).sum(-1).double())
-            self.agreed.append(p.argmax(-1) == q.argmax(-1))
-            self.loss.append(-q.gather(1, targets[rows, None])[:, 0].double())
+            self.kl += (p.exp() * (p - q)).sum(-1).tolist()
+            self.agreed += (p.argmax(-1) == q.argmax(-1)).tolist()
+            self.loss += (-q.gather(1, targets[rows, None])[:, 0]).tolist()
 
     def fill(self, row: Row, baseline: Tally) -> None:
         """Write the means into a row."""
-        kl = torch.cat(self.kl)
-        loss, exact = float(torch.cat(self.loss).mean()), float(torch.cat(baseline.loss).mean())
-        row.kl = float(kl.mean())
-        row.kl_stderr = float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else math.nan
-        row.top1_agreement = float(torch.cat(self.agreed).double().mean())
+        loss, exact = statistics.fmean(self.loss), statistics.fmean(baseline.loss)
+        row.kl = statistics.fmean(self.kl)
+        row.kl_stderr = statistics.stdev(self.kl) / math.sqrt(len(self.kl)) if len(self.kl) > 1 else math.nan
+        row.top1_agreement = statistics.fmean(self.agreed)
         row.perplexity = math.exp(loss)
         row.perplexity_change = math.exp(loss - exact) - 1
 
