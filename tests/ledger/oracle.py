@@ -228,6 +228,7 @@ class Oracle:
         _: bool,
     ) -> None:
         for cell in filled:
+            cell.pending = False
             self.drop(cell)
         admitted, computed, stored, cells = was
         if source is not None:
