@@ -53,7 +53,7 @@ def check_two_rounds(
 def test_two_rounds_give_the_tokens_of_transformers_from_the_pool(family: str) -> None:
     """Every layer that stores something attends, scores or leaves its state in the backend once a step."""
     model = tiny(family, seed=1)
-    cache = paged(model, backend="reference" if family in ALONE else "cpu")
+    cache = paged(model)
     assert cache.gathers == (family in GATHER_ONLY)
     kv, plan = cache.cache, cache.cache.plan
     index = {kv._layers[i].index: i for i in range(plan.spec.num_layers)}
@@ -90,7 +90,7 @@ def test_long_prompts_and_other_windows(family: str, window: int, mode: str) -> 
         pytest.skip(GATHER_ONLY[family])
     over = {field: window} if FAMILIES[family][1].get(field) else {}
     model = tiny(family, seed=1, **over)
-    cache = paged(model, mode=mode, backend="reference" if family in ALONE else "cpu")
+    cache = paged(model, mode=mode)
     check_two_rounds(family, cache, model, [200, 150, 12], new=40 if mode == "kernel" else NEW)
 
 
