@@ -46,9 +46,9 @@ def test_beam_search_finds_the_same_beams(family: str, mode: str) -> None:
     cache.cache.check()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_prompt_lookup_accepts_and_crops(mode: str) -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize(("family", "mode"), [("llama", "kernel"), ("llama", "gather"), ("gemma2", "kernel")])
+def test_prompt_lookup_accepts_and_crops(family: str, mode: str) -> None:
+    model = tiny(family)
     ids, mask = prompts([12])
     ids, mask = ids.repeat(1, 3), mask.repeat(1, 3)  # a prompt that repeats itself gives drafts
     want = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
@@ -96,3 +96,20 @@ def test_beams_share_the_blocks_of_their_prompt() -> None:
     assert calls[0] == 8
     # Ten full blocks once, and at most two of their own for each of four beams.
     assert cache.cache.stats().used <= 10 + 4 * 2
+
+
+def test_a_crop_behind_a_window_computes_again_what_is_gone() -> None:
+    model = tiny("mistral_windows")  # of 8 tokens
+    ids, _ = prompts([64])
+    cache = paged(model, "kernel")
+    with torch.no_grad():
+        for column in range(64):
+            model(ids[:, column : column + 1], cache=cache)
+        cache.crop(-30)
+        n = cache.begin(torch.cat([ids[:, :34], torch.tensor([[5]])], 1))
+        given = torch.cat([ids[:, :34], torch.tensor([[5]])], 1)
+        positions = torch.arange(35 - n, 35)[None]
+        got = model(given[:, -n:], position_ids=positions, cache=cache).logits[:, -1]
+        want = model(given).logits[:, -1]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+    cache.cache.check()

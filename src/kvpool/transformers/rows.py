@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from kvpool.cache import KVCache
-from kvpool.errors import LayoutError
+from kvpool.errors import LayoutError, UnsupportedError
 from kvpool.ledger import Retention
 from kvpool.sequence import Sequence
 
@@ -133,7 +133,13 @@ class Rows:
         self.ids, self.mask = self.ids[:, : self.columns - num_columns], self.mask[:, : self.columns - num_columns]
 
     def _rewound(self, sequence: Sequence, num_tokens: int) -> Sequence:
-        sequence.rewind(num_tokens)
+        """Rewind; where a window gave back what that needs, open the row anew: what is gone is computed again."""
+        try:
+            sequence.rewind(num_tokens)
+        except UnsupportedError:
+            tokens = sequence.tokens[: len(sequence) - num_tokens]
+            sequence.release()
+            return self._open(tokens)
         return sequence
 
     def select(self, sources: list[int]) -> None:
