@@ -335,8 +335,10 @@ void bind_errors() {
     } catch (const OutOfBlocks& e) {
       nb::object type = nb::module_::import_("kvpool.errors").attr("OutOfBlocks");
       nb::list ids;
+      nb::list missing;
       for (const int64_t id : e.sequences) ids.append(id);
-      PyErr_SetObject(type.ptr(), type(e.what(), nb::tuple(ids)).ptr());
+      for (const int64_t blocks : e.missing) missing.append(blocks);
+      PyErr_SetObject(type.ptr(), type(e.what(), nb::tuple(ids), nb::tuple(missing)).ptr());
     } catch (const Unsupported& e) {
       nb::object type = nb::module_::import_("kvpool.errors").attr("UnsupportedError");
       PyErr_SetString(type.ptr(), e.what());
@@ -390,6 +392,14 @@ void bind_steps(nb::class_<Core>& c) {
             const std::vector<Item> parsed = parse_items(items);
             const Lock lock(self.mutex());
             return self.fits(parsed);
+          },
+          nb::arg("items"))
+      .def(
+          "missing",
+          [](Core& self, const nb::list& items) {
+            const std::vector<Item> parsed = parse_items(items);
+            const Lock lock(self.mutex());
+            return self.missing(parsed);
           },
           nb::arg("items"))
       .def("end_step", timed(&Core::end), nb::arg("step"), nb::arg("now"))

@@ -144,12 +144,14 @@ void Core::check_size(int64_t num_tokens, int64_t id) const {
   for (int g = 0; g < num_groups(); ++g) {
     const GroupSpec& spec = groups_[g].spec;
     if (spec.life != Life::full || ceil_div(num_tokens, n_) <= spec.num_blocks) continue;
+    std::vector<int64_t> missing(groups_.size());
+    missing[g] = ceil_div(num_tokens, n_) - spec.num_blocks;
     throw OutOfBlocks("a sequence of " + std::to_string(num_tokens) + " tokens needs " +
                           std::to_string(ceil_div(num_tokens, n_)) + " blocks of group " + std::to_string(g) +
                           ", which has " + std::to_string(spec.num_blocks) + " blocks of " + std::to_string(n_) +
                           " tokens (" + std::to_string(int64_t{spec.num_blocks} * n_) +
                           " tokens) in all; enlarge the budget or shorten the sequence",
-                      std::move(ids));
+                      std::move(ids), std::move(missing));
   }
 }
 

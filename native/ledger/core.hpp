@@ -31,9 +31,10 @@ struct Limits {
 
 // Raised to Python as OutOfBlocks.
 struct OutOfBlocks : std::runtime_error {
-  OutOfBlocks(const std::string& what, std::vector<int64_t> ids)
-      : std::runtime_error(what), sequences(std::move(ids)) {}
+  OutOfBlocks(const std::string& what, std::vector<int64_t> ids, std::vector<int64_t> missing_blocks = {})
+      : std::runtime_error(what), sequences(std::move(ids)), missing(std::move(missing_blocks)) {}
   std::vector<int64_t> sequences;
+  std::vector<int64_t> missing;  // blocks, by group; empty when more would not help
 };
 
 // Raised to Python as UnsupportedError.
@@ -92,7 +93,8 @@ class Core {
 
   // --- steps (step.cpp, finish.cpp, drafts.cpp)
   const Step& begin(const std::vector<Item>& items, StepArrays& arrays, bool commit, int64_t* num_samples);
-  size_t fits(const std::vector<Item>& items);  // leading items that would fit; changes nothing
+  size_t fits(const std::vector<Item>& items);                   // leading items that would fit; changes nothing
+  std::vector<int64_t> missing(const std::vector<Item>& items);  // blocks, by group, for the first that does not fit
   void end(int64_t step);
   void abort(int64_t step);
   void set_drafts(int64_t id, Drafts drafts);  // for the next step that reaches the sequence's end
@@ -156,6 +158,7 @@ class Core {
   bool fits_now() const;
   void undo_plan(Step& step);
   bool is_shared(const Sequence& s, int32_t n) const;
+  std::vector<int64_t> missing_now() const;  // while planning
   [[noreturn]] void out_of_blocks(Step& step, size_t first, const std::vector<Item>& items);
   void carry_out(Step& step, Entry& entry);
   void store_pending(Step& step, Entry& entry);

@@ -31,6 +31,24 @@ size_t Core::fits(const std::vector<Item>& items) {
   return fitting;
 }
 
+std::vector<int64_t> Core::missing(const std::vector<Item>& items) {
+  if (spare_steps_.empty()) spare_steps_.push_back(std::make_unique<Step>());
+  Step& step = *spare_steps_.back();
+  const size_t fitting = plan(step, items, limits_.max_sequences, true, true);
+  std::vector<int64_t> out;
+  if (fitting < items.size()) out = missing_now();
+  undo_plan(step);
+  return out;
+}
+
+std::vector<int64_t> Core::missing_now() const {
+  std::vector<int64_t> out;
+  for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
+    out.push_back(std::max<int64_t>(0, needed_[g] - groups_[g].num_free - groups_[g].num_cached));
+  }
+  return out;
+}
+
 // Plan the items in order; returns how many leading ones fit. Anything but all of them must be undone.
 size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, bool commit, bool count_room) {
   step.entries.clear();
@@ -221,6 +239,7 @@ void Core::to_waiting(Sequence& s) {
 
 void Core::out_of_blocks(Step& step, size_t first, const std::vector<Item>& items) {
   std::string message = "the step does not fit from item " + std::to_string(first) + " on:";
+  std::vector<int64_t> missing = missing_now();
   for (int g = 0; g < num_groups(); ++g) {
     const BlockGroup& group = groups_[g];
     message += " group " + std::to_string(g) + " needs " + std::to_string(needed_[g]) + " blocks, has " +
@@ -231,7 +250,7 @@ void Core::out_of_blocks(Step& step, size_t first, const std::vector<Item>& item
   undo_plan(step);
   std::vector<int64_t> ids;
   for (size_t i = first; i < items.size(); ++i) ids.push_back(items[i].sequence);
-  throw OutOfBlocks(message, std::move(ids));
+  throw OutOfBlocks(message, std::move(ids), std::move(missing));
 }
 
 void Core::carry_out(Step& step, Entry& entry) {

@@ -14,15 +14,17 @@ from kvpool.backends import Attention, get_backend
 from kvpool.codecs import Counts
 from kvpool.errors import LayoutError, PlanError, UnsupportedError
 from kvpool.kinds import StateKind
-from kvpool.ledger import Event, Ledger, Media, Pin, Retention, Stats, StepDecision
-from kvpool.ledger.extras import Extra
+from kvpool.ledger import Event, Evicted, Ledger, Media, Pin, Retention, Stats, StepDecision
+from kvpool.ledger.extras import Extra, encode
 from kvpool.plan import Plan
 from kvpool.pools import Constants, LayerParts, Part, Pools, View
 from kvpool.pools.calibration import calibrate_layer
 from kvpool.pools.constants import apply_scales, read_scales, set_layer, set_unit_scales
 from kvpool.sequence import Sequence
 from kvpool.step import Step, StepBuffers
+from kvpool.tiers.base import TierStats
 from kvpool.tiers.below import Below, open_below, tier_options
+from kvpool.tiers.elastic import Elastic, ResizeResult
 
 
 class KVCache:
@@ -71,6 +73,8 @@ class KVCache:
         for buffers in self._buffers:
             self.backend.prepare(self.pools, buffers)
         self._turn = 0
+        self._open_steps = 0
+        self._elastic = Elastic(plan, self.ledger, self.pools, self.backend, self._save, lambda: self._open_steps > 0)
         if scales is not None:
             self.set_scales(scales)
 
@@ -96,13 +100,16 @@ class KVCache:
             retention: Priorities of token ranges after release.
             max_cached_tokens: Match at most so many tokens.
         """
-        handle = self.ledger.open(
-            tokens,
-            salt=salt,
-            lora_id=lora_id,
-            media=media,
-            retention=retention,
-            max_cached_tokens=max_cached_tokens,
+        ids = tokens if isinstance(tokens, list) else list(tokens)
+        handle = self._elastic.retry(
+            lambda: self.ledger.open(
+                ids,
+                salt=salt,
+                lora_id=lora_id,
+                media=media,
+                retention=retention,
+                max_cached_tokens=max_cached_tokens,
+            )
         )
         if self._tiers is None:
             return Sequence(self.ledger, handle)
@@ -134,6 +141,7 @@ class KVCache:
         given = {seq.id: entry for seq, entry in drafts.items()} if drafts else None
         decision = self._begin([(seq.id, most) for seq, most in items], buffers, given, commit)
         self._turn ^= 1
+        self._open_steps += 1
         for group, copies in decision.copies_by_group():
             self.backend.copy(self.pools, group, copies)
         step = Step(buffers, decision, self._close, pad_to)
@@ -147,14 +155,18 @@ class KVCache:
         drafts: Mapping[int, tuple[SequenceOf[int], SequenceOf[int] | None]] | None,
         commit: bool,
     ) -> StepDecision:
-        if self._below is None:
-            return self.ledger.begin_step(items, buffers.arrays, drafts=drafts, commit=commit)
         while True:
-            ready = self._below.ready(items)
-            decision = self.ledger.begin_step(ready, buffers.arrays, drafts=drafts, commit=commit)
-            if self._below.carry_out(decision):
+            ready = items if self._below is None else self._below.ready(items)
+            decision = self._elastic.retry(
+                lambda: self.ledger.begin_step(ready, buffers.arrays, drafts=drafts, commit=commit)  # noqa: B023
+            )
+            if self._below is None or self._below.carry_out(decision):
                 return decision
             self.ledger.abort_step(decision)
+
+    def _save(self, evicted: tuple[Evicted, ...]) -> None:
+        if self._below is not None:
+            self._below.transfer.save(evicted)
 
     def fits(self, items: SequenceOf[tuple[Sequence, int]]) -> int:
         """Return how many leading items a step would take now; changes nothing.
@@ -165,9 +177,10 @@ class KVCache:
         handles = [(seq.id, most) for seq, most in items]
         if self._below is not None:
             self._below.announce(handles)
-        return self.ledger.fits(handles)
+        return self._elastic.fits(handles)
 
     def _close(self, step: Step, failed: bool) -> None:
+        self._open_steps -= 1
         if failed:
             self.ledger.abort_step(step.decision)
             if self._below is not None:
@@ -217,6 +230,8 @@ class KVCache:
     def clear(self, salt: Extra = None) -> None:
         """Forget what is stored under a salt, or everything; what is in use is dropped when it is released."""
         self.ledger.clear(salt)
+        if self._below is not None:
+            self._below.clear(None if salt is None else encode(salt))
 
     def reset(self) -> None:
         """Release every sequence and forget everything: all blocks are free and constants may be set anew.
@@ -522,6 +537,17 @@ class KVCache:
         source = self.plan.source_layer(layer)
         return {part: constants for (at, part), constants in self.pools.constants.items() if at == source}
 
+    def resize(self, budget: int | str) -> ResizeResult:
+        """Change the memory of the cache between steps: groups keep their shares, sequences and addresses stay.
+
+        Args:
+            budget: Bytes or text such as `2GiB`; at most the plan's `max_budget`.
+
+        Raises:
+            PlanError: No addresses were reserved for so much, or it holds no block of some group.
+        """
+        return self._elastic.resize(budget)
+
     # --- tiers below ----------------------------------------------------------------------------------------
 
     @property
@@ -536,6 +562,10 @@ class KVCache:
         if self._below is None:
             self._below = open_below(self.plan, self.pools, self.ledger, self._tiers)
         return self._below
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        """Return the counters of the tiers below the device, by name; none before the first sequence."""
+        return {} if self._below is None else self._below.stats()
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Bring what the prefix tree holds to disk, within a time; returns whether all of it is there."""
@@ -560,5 +590,6 @@ class KVCache:
     def check(self) -> None:
         """Verify every invariant of the ledger; raises `KVError` naming the first that fails."""
         self.ledger.check()
+        self._elastic.check()
         if self._below is not None:
             self._below.check()

@@ -179,6 +179,30 @@ def test_salts_stay_apart_in_every_tier(tmp_path: Path) -> None:
     again.cache.close()
 
 
+def test_clearing_a_salt_clears_it_in_every_tier_for_good(tmp_path: Path) -> None:
+    world = World(host_size="4MiB", disk=tmp_path, model="m")
+    for salt in ("a", "b", None):
+        with world.open(PROMPT, salt=salt) as seq:
+            world.step(seq, salt=salt)
+    assert world.cache.flush()
+    world.cache.clear("a")
+    for reopen in (True, False):  # on disk first, then beside what the host has
+        if reopen:
+            assert world.cache.close()
+            world = World(host_size="4MiB", disk=tmp_path, model="m")
+        else:
+            world.cache.clear("a")
+        for salt, computed in (("b", 4), (None, 4), ("a", 40)):
+            with world.open(PROMPT, salt=salt) as seq:
+                assert world.step(seq, salt=salt)[0] in ({40} if computed == 40 else {1, 4})
+                world.verify(seq, salt=salt)
+    world.open(PROMPT).release()
+    world.cache.clear()
+    with world.open(PROMPT, salt="b") as seq:
+        assert world.step(seq, salt="b") == [40]
+    world.cache.close()
+
+
 def test_a_paused_sequence_goes_down_and_comes_back() -> None:
     world = World(host_size="4MiB")
     seq = world.open(PROMPT)

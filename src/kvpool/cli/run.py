@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import time
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,6 +152,9 @@ def run(
     seed: Annotated[int, typer.Option()] = 0,
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "bf16",
     threads: Annotated[int | None, typer.Option(help="Threads of torch and of the kernels; default: all cores")] = None,
+    host_size: Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")] = None,
+    disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the run")] = None,
+    disk_size: Annotated[str | None, typer.Option(help="The most the directory may take")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")] = False,
 ) -> None:
     """Answer a batch of prompts with a model whose cache and attention are kvpool's."""
@@ -167,7 +171,9 @@ def run(
 
     import torch
 
+    from kvpool.cache import KVCache
     from kvpool.engine.embedded import load_model
+    from kvpool.tiers.identity import weights_identity
 
     def say(text: str) -> None:
         if not as_json:
@@ -186,14 +192,21 @@ def run(
         layout=layout.value,
         tokens_per_block=tokens_per_block,
     )
+    weights = "" if disk is None else weights_identity(network.named_parameters(), network.config.to_dict())
     network.to(device)  # type: ignore[arg-type]
-    engine = Engine(network, tokenizer, plan, backend=backend, device=device)
+    cache = KVCache(
+        plan, device=device, backend=backend, host_size=host_size, disk=disk, disk_size=disk_size, model=weights
+    )
+    engine = Engine(network, tokenizer, plan, cache=cache)
     say(f"answering {len(rows)} prompts of {min(map(len, rows))} to {max(map(len, rows))} tokens")
     started = time.perf_counter()
     ids = [engine.add(row, Params(max_new_tokens, chosen)) for row, chosen in zip(rows, sampling, strict=True)]
     complete = answer_all(engine, ids, None if as_json else TextStream(ids))
     answers = [engine.answer(request) for request in ids]
+    if not cache.flush():
+        say("not everything that was computed could be kept on disk; the log says why")
     report = make_report(engine)
+    cache.close()
     if as_json:
         print(json.dumps({"answers": [answer_row(a) for a in answers], "report": report, "plan": plan.to_dict()}))
     else:
@@ -272,6 +285,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
         "prefill_tokens_per_s": timing.prefill_tokens / timing.prefill_s if timing.prefill_s else 0.0,
         "decode_tokens_per_s": timing.decode_tokens / timing.decode_s if timing.decode_s else 0.0,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "tiers": {name: asdict(tier) for name, tier in engine.cache.tier_stats().items()},
     }
 
 
@@ -281,6 +295,8 @@ def print_report(plan: Any, report: dict[str, Any], seconds: float) -> None:
     blocks = report["blocks"]
     print(f"blocks        {blocks['used']} used, {blocks['cached']} cached, {blocks['free']} free of {blocks['total']}")
     print(f"prefix        {report['prefix_hit_tokens']} prompt tokens found instead of computed")
+    for name, tier in report["tiers"].items():
+        print(f"{name:14}{tier['hit']} blocks found, {tier['stored']} kept, {tier['held_bytes']:,} bytes held")
     print(f"bytes held    {report['bytes_held']:,} at the peak; {report['bytes_bf16']:,} in bf16")
     print(f"prefill       {report['prefill_tokens_per_s']:,.0f} tokens/s")
     print(f"decode        {report['decode_tokens_per_s']:,.0f} tokens/s")

@@ -306,6 +306,10 @@ class Ledger:
         """Return how many leading items a step would take now; changes nothing."""
         return self._core.fits(list(items))
 
+    def missing(self, items: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the blocks, by group, that the first item needs that does not fit; empty when all fit."""
+        return self._core.missing(list(items))
+
     # --- the tree -------------------------------------------------------------------------------------------
 
     def peek(self, tokens: Tokens, *, salt: Extra = None, lora_id: Extra = None, media: Sequence[Media] = ()) -> int:

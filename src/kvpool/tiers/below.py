@@ -184,6 +184,23 @@ class Below:
         """Bring what the prefix tree holds to disk, within a time; returns whether all of it is there."""
         return self.transfer.flush(self._ledger.stored(), timeout_s)
 
+    def clear(self, salt: bytes | None) -> None:
+        """Forget in every tier what is stored under an encoded salt, or everything; loads under way are let go.
+
+        Raises:
+            TierError: What the disk has not written yet may come back, since it does not answer.
+        """
+        waiting = list(self._waiting)
+        for sequence in waiting:
+            self.released(sequence)
+        if salt is None:
+            self.transfer.clear(lambda extras: True)
+        else:
+            begin = len(salt).to_bytes(4, "little") + salt  # see the ledger's named_extras
+            self.transfer.clear(lambda extras: extras.startswith(begin) or (not salt and not extras))
+        for sequence in waiting:
+            self.opened(sequence)
+
     def close(self, timeout_s: float) -> bool:
         """Flush and close the tiers, within a time; returns whether everything was kept."""
         for sequence in list(self._waiting):
@@ -214,6 +231,11 @@ def open_below(plan: Plan, pools: Pools, ledger: Ledger, options: TierOptions) -
         TierError: It cannot be used, or a tier is too small for a block.
         UnsupportedError: The model has recurrent states.
     """
+    if pools.device != "cpu":
+        raise UnsupportedError(
+            f"tiers below the device copy between host addresses, and this cache is on {pools.device!r}; leave host and"
+            " disk out there"
+        )
     for constants in pools.constants.values():
         constants.freeze()
     identity = block_identity(plan, pools.constants, options.model)

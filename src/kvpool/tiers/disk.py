@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,6 +144,17 @@ class DiskTier:
         """True when nothing is queued or under way."""
         with self._condition:
             return not (self._reads or self._writes or self._busy or self._writing or self._ending)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued or under way, within a time; returns whether that is so."""
+        until = time.monotonic() + timeout_s
+        while not self.idle and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.idle
+
+    def find(self, wanted: Callable[[bytes], bool]) -> list[BlockId]:
+        """Return the blocks whose extras are wanted: reads the headers of all records, seconds for a large tier."""
+        return [record.entry.id for record, _ in self._directory.entries() if wanted(record.entry.extras)]
 
     # --- the protocol ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import TierError
@@ -182,6 +182,11 @@ class HostTier:
         """Blocks that some copy or load holds in place."""
         with self._lock:
             return sum(slot.pins > 0 for slot in self._slots.values())
+
+    def find(self, wanted: Callable[[bytes], bool]) -> list[BlockId]:
+        """Return the blocks whose extras are wanted."""
+        with self._lock:
+            return [block for block, slot in self._slots.items() if wanted(slot.entry.extras)]
 
     # --- for copies that others make: pin, reserve ----------------------------------------------------------
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.errors import TierError
 from kvpool.ledger.decisions import Evicted
 from kvpool.plan import Plan
 from kvpool.pools import Pools
@@ -28,6 +29,8 @@ MIN_PRIORITY = 30
 #: How long a load may take: a time for the disk to answer, and a rate it must reach.
 LATENCY_S = 0.2
 BYTES_PER_S = 200e6
+#: How long `clear` waits for what is being written.
+CLEAR_S = 30.0
 #: Blocks a flush copies at once.
 FLUSH_BLOCKS = 32
 
@@ -268,6 +271,22 @@ class Transfer:
             if refused or not waiting:
                 time.sleep(0.001)  # the disk is behind: host memory comes free as it writes
         return self.disk.flush(max(until - time.monotonic(), 0.0)) and not waiting and not self._unsaved
+
+    def clear(self, wanted: Callable[[bytes], bool]) -> None:
+        """Forget the blocks whose extras are wanted, in every tier, for good.
+
+        Raises:
+            TierError: The disk does not answer.
+        """
+        if self.disk is not None:
+            if not self.disk.settle(CLEAR_S):
+                raise TierError(
+                    f"the disk has not taken what it was given in {CLEAR_S:.0f} s; nothing was cleared there"
+                )
+            self.disk.drop(self.disk.find(wanted))
+        self.host.drop(self.host.find(wanted))
+        for block in [b for b in self._unsaved if not self.host.exists([b])[0]]:
+            del self._unsaved[block]
 
     @property
     def idle(self) -> bool:
