@@ -200,7 +200,7 @@ def test_a_slow_disk_is_a_miss_and_nobody_waits_for_it(tmp_path: Path, monkeypat
     memory, batch = blocks.room(entries)
     begun = time.perf_counter()
     ticket = tier.get(batch, deadline_s=0.05)
-    assert time.perf_counter() - begun < 0.04
+    assert time.perf_counter() - begun < 5  # the read takes 30
     assert not ticket.wait(0.05)
     ticket.cancel()
     assert statuses(ticket.outcomes) == [Status.LATE] * 6
@@ -211,7 +211,7 @@ def test_a_slow_disk_is_a_miss_and_nobody_waits_for_it(tmp_path: Path, monkeypat
     again = tier.get(batch, deadline_s=10)
     assert again.done
     assert statuses(again.outcomes) == [Status.LATE] * 6
-    assert time.perf_counter() - begun < 0.04
+    assert time.perf_counter() - begun < 5  # the read takes 30
     assert not ticket.done, "memory under a read that has not returned is still the tier's"
     release.set()
     assert ticket.wait(WAIT_S)
