@@ -68,6 +68,16 @@ CASES = [
         options={"num_draft": 4},
     ),
     Case("gqa-fp32-nhd-cpu", GQA, codec="fp32", layout="NHD", backend="cpu", tokens_per_block=32, num_blocks=10),
+    Case("dsa-fp8-cpu", DSA, codec="fp8", backend="cpu", tokens_per_block=16, num_blocks=14, tolerance=ROUNDED),
+    Case(
+        "hybrid-cpu",
+        HYBRID,
+        codec="fp8",
+        backend="cpu",
+        num_blocks=24,
+        tolerance=ROUNDED,
+        options={"checkpoint_interval": 16},
+    ),
     Case(
         "gqa-int8-fp8-cpu",
         GQA,
