@@ -122,6 +122,7 @@ class Step:
         num_sequences: S; of a padded step, what it is padded to.
         total_tokens: T; of a padded step, what it is padded to.
         padded: Its tensors have the extents asked for, whatever it computes.
+        done: On CUDA, after its end: recorded behind its work, for other streams to wait for.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Step:
         self.total_tokens = int(decision.total_tokens)
         self.num_samples = decision.num_samples
         self.padded = pad_to is not None
+        self.done: torch.cuda.Event | None = None
         if pad_to is not None:
             buffers.pad(self.num_sequences, self.total_tokens, self.num_samples, pad_to)
             self.num_sequences, self.total_tokens = pad_to
@@ -244,4 +246,7 @@ class Step:
         if not self.open:
             raise KVError("this step has ended already; open a new one with cache.step(...)")
         self.open = False
+        if self.buffers.token_ids.is_cuda:
+            self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.done.record()
         self._close(self, failed)

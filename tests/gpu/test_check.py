@@ -19,10 +19,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_blocks_beyond_two_billion_elements_are_where_they_should_be(tmp_path: Path) -> None:
-    done = run("--dry-run", "--out", str(tmp_path), "--only", "high_ids", "memory")
+    done = run("--dry-run", "--out", str(tmp_path), "--only", "high_ids")
     assert not done.returncode, done.stdout + done.stderr
     checks = json.loads((tmp_path / "gpu-check.json").read_text())["checks"]
-    assert [(c["check"], c["result"]) for c in checks] == [("high_ids", "ok"), ("memory", "ok")]
+    assert [(c["check"], c["result"]) for c in checks] == [("high_ids", "ok")]
 
 
 @pytest.mark.slow

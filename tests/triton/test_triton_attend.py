@@ -76,7 +76,7 @@ def test_every_codec_kind_and_layout_agrees(codec: str, kind: str, layout: str) 
             k, v = scene.filled("k", "v")
             attend(scene, (k,), v, 64, 6)
         elif kind == "split":
-            scene = Scene(WIDE_LATENT, {"latent": codec, "rope": "fp16"}, **shape)
+            scene = Scene(WIDE_LATENT, {"latent": codec, "rope": "bf16" if codec == "fp16" else "fp16"}, **shape)
             parts = scene.filled("latent", "rope")
             attend(scene, parts, parts[0], 256, 4)
         else:

@@ -152,7 +152,16 @@ class TritonBackend:
         sparse = 0 if options.indices is None else options.indices.shape[1]
         exactly = call.constants["DTYPE"] == tl.float32 and call.constants["PRECISION"] == "ieee"
         narrow = call.tensors[0].element_size() == 1
-        shape = choose_shape(call.group, call.key_width, call.v_width, narrow, exactly, work.max_rows, sparse > 0)
+        shape = choose_shape(
+            call.group,
+            call.key_width,
+            call.v_width,
+            narrow,
+            exactly,
+            work.max_rows,
+            sparse > 0,
+            options.tree is not None,
+        )
         q = _transform_query(q, k)
         back = v.constants.smoothing is not None or v.constants.rotation
         target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if back else out

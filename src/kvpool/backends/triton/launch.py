@@ -173,7 +173,7 @@ class Shape:
 
 
 def choose_shape(
-    group: int, key_width: int, v_width: int, narrow: bool, exactly: bool, max_rows: int, sparse: bool
+    group: int, key_width: int, v_width: int, narrow: bool, exactly: bool, max_rows: int, sparse: bool, tree: bool
 ) -> Shape:
     """Choose tile sizes; the compile tests hold them to no spilled register.
 
@@ -185,14 +185,15 @@ def choose_shape(
         exactly: Products are made in fp32, without tensor cores.
         max_rows: Most rows any sequence of the step has.
         sparse: Rows have slots of their own, so that a tile is one token.
+        tree: Rows have masks, words of which are read for every row and token: drafts are few.
     """
     wide = max(key_width, v_width) > 256
-    most = 16 if exactly else 32 if wide else 128
+    most = 16 if exactly else 32 if wide or tree else 128
     block_m = min(power(group if sparse else group * max_rows, 16), most)
     tile_heads = min(group, block_m)
     tile_tokens = 1 if sparse else block_m // tile_heads
     if exactly:
-        return Shape(block_m, 32, tile_heads, tile_tokens, 8 if wide else 4, 2)
+        return Shape(block_m, 32 if wide else 16, tile_heads, tile_tokens, 8, 2)
     if wide:
         return Shape(block_m, 32 if narrow and block_m > 16 else 64, tile_heads, tile_tokens, 8, 2)
     long = key_width > 128
