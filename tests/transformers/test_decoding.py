@@ -101,15 +101,16 @@ def test_beams_share_the_blocks_of_their_prompt() -> None:
 def test_a_crop_behind_a_window_computes_again_what_is_gone() -> None:
     model = tiny("mistral_windows")  # of 8 tokens
     ids, _ = prompts([64])
-    cache = paged(model, "kernel")
+    cache = PagedCache(model, tokens_per_block=2, num_blocks=16, max_step_tokens=16, backend="cpu")
+    given = torch.cat([ids[:, :34], torch.tensor([[5]])], 1)
     with torch.no_grad():
         for column in range(64):
             model(ids[:, column : column + 1], cache=cache)
+        before = cache.rows.sequences[0]
         cache.crop(-30)
-        n = cache.begin(torch.cat([ids[:, :34], torch.tensor([[5]])], 1))
-        given = torch.cat([ids[:, :34], torch.tensor([[5]])], 1)
-        positions = torch.arange(35 - n, 35)[None]
-        got = model(given[:, -n:], position_ids=positions, cache=cache).logits[:, -1]
+        assert cache.rows.sequences[0] is not before, "its window's blocks were given to later tokens"
+        n = cache.begin(given)
+        got = model(given[:, -n:], position_ids=torch.arange(35 - n, 35)[None], cache=cache).logits[:, -1]
         want = model(given).logits[:, -1]
     torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
     cache.cache.check()

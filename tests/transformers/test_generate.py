@@ -109,3 +109,15 @@ def test_prefill_in_chunks_gives_the_same_tokens() -> None:
 
 def test_the_families_of_this_file_are_known() -> None:
     assert set(DENSE) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_prompts_longer_than_a_step_are_computed_in_several(family: str) -> None:
+    model = tiny(family)
+    ids, mask = prompts([90, 12, 40], shared=10)
+    cache = PagedCache(model, budget="4MiB", tokens_per_block=16, max_step_tokens=24, backend="cpu")
+    with recorded_steps(cache) as totals:
+        got = generate(model, ids, mask, cache)
+    assert max(totals) <= 24
+    assert check_same(generate(model, ids, mask, None), got, 90) == 0
+    cache.cache.check()

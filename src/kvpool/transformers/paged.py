@@ -159,7 +159,10 @@ class PagedCache(StepCache):
         """Run the model over one sequence until so many of its tokens are computed."""
         while sequence.num_computed_tokens < until:
             computed = sequence.num_computed_tokens
-            step = self.cache.step([(sequence, 1 if computed and self._single_steps else until - computed)])
+            # What the first step of a sequence finds counts as computed only then: one more could be one too many.
+            unmatched = computed == 0 and until < len(sequence)
+            single = unmatched or (computed > 0 and self._single_steps)
+            step = self.cache.step([(sequence, 1 if single else until - computed)])
             first = int(step.positions[0])
             self._set_step(step, DenseMap(1, step.total_tokens), [sequence], first + step.total_tokens)
             optional = {"position_ids": step.positions[None].long(), "logits_to_keep": 1}

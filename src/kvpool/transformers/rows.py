@@ -46,8 +46,9 @@ class Rows:
         """Columns of the batch."""
         return self.ids.shape[1]
 
-    def _open(self, tokens: list[int]) -> Sequence:
-        limit = max(len(tokens) - self.uncached, 0) if self.uncached else None
+    def _open(self, tokens: list[int], uncached: int = 0) -> Sequence:
+        uncached = max(uncached, self.uncached)
+        limit = max(len(tokens) - uncached, 0) if uncached else None
         return self._cache.sequence(tokens, salt=self.salt, retention=self.retention, max_cached_tokens=limit)
 
     def whole(self, ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +140,7 @@ class Rows:
         except UnsupportedError:
             tokens = sequence.tokens[: len(sequence) - num_tokens]
             sequence.release()
-            return self._open(tokens)
+            return self._open(tokens, uncached=1)
         return sequence
 
     def select(self, sources: list[int]) -> None:
