@@ -1,8 +1,9 @@
 """How many blocks a second does the ledger manage, beside vLLM's KVCacheManager and SGLang's RadixCache?
 
 The conversation trace, 16 token ids for each trace id (built outside the clock), 10,000 blocks of 16 tokens, 8 requests
-alive; hashing and comparing inside the clock; processor time, one thread. The peers run in environments of their own,
-alternating with ours, by commands that print one JSON line each:
+alive; hashing and comparing inside the clock; processor time, one thread. (SGLang's script gives wall time: compare it
+on a quiet machine only.) The peers run in environments of their own, alternating with ours, by commands that print one
+JSON line each:
 
     python benchmarks/ledger.py --trace conversation_trace.jsonl \
         --vllm "VLLM_PYTHON vllm_manager.py --trace T --blocks 10000 --block-size 16 --expand 16 --live 8" \
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -88,14 +90,15 @@ def main() -> None:
         if r
     ]
     if given.million:
-        for blocks, num, per in ((10_000, 1, 3_000), (1_000_000, 100, 400)):
+        for blocks, num, per in ((10_000, 1, 3_000), (1_000_000, 100, 900)):
             row = replay(copies(requests, num, per), blocks, whole_blocks=False)
             rows.append({"case": f"{num} copies, {blocks} blocks", "us_per_block": 1e6 / row.blocks_per_s,
                          "hit_rate": row.hit_rate, "evicted": row.evicted})  # fmt: skip
     for row in rows:
         print(row)
     if given.output:
-        machine = {"cpu": platform.processor() or platform.machine(), "sha": _native.has_sha(), "numpy": np.__version__}
+        machine = {"cpu": platform.processor() or platform.machine(), "sha": _native.has_sha(), "numpy": np.__version__,
+                   "load_average": os.getloadavg()[0], "cores": os.cpu_count()}  # fmt: skip
         given.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
