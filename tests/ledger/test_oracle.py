@@ -95,4 +95,4 @@ def test_the_ledger_answers_like_the_oracle() -> None:
 
 @pytest.mark.slow
 def test_the_ledger_answers_like_the_oracle_for_long() -> None:
-    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=3000, stateful_step_count=60))
+    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=600, stateful_step_count=60))
