@@ -50,6 +50,8 @@ class Oracle:
         """Stored blocks right behind `parent`, newest first."""
         salt, tokens = parent
         depth = len(tokens)
+        if depth % self.n:  # a partly filled block leads nowhere
+            return []
         found = [
             c
             for (s, t), c in self.tree.items()
@@ -193,9 +195,14 @@ class Oracle:
         if source is not None:
             self.take()
             s.cells[start // self.n] = Cell()
-        for i, cell in enumerate(filled, s.stored - len(filled)):
-            cell.refs += s.cells[i].refs - 1
-            s.cells[i] = cell
+        for at, place in enumerate(filled):  # the block takes the place that was kept for it in the tree
+            real = s.cells[s.stored - len(filled) + at]
+            assert place.prefix is not None
+            real.prefix, real.born, real.pending = place.prefix, place.born, True
+            real.refs += place.refs - 1
+            self.tree[place.prefix] = filled[at] = real
+            for other in self.lives.values():
+                other.cells = [real if c is place else c for c in other.cells]
 
     def _end(self, s: Life, was: object, end: int, source: Cell | None, filled: list[Cell], commit: bool) -> None:
         s.computed = end
