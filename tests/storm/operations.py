@@ -101,7 +101,7 @@ def serve(storm: Storm) -> str | None:
         told = refused(storm, items, before, error)
         return f"{told}, then {release(storm)}" if rng.random() < 0.5 else told
     took = len(step.sequences)
-    waits = storm.case.disk and took < len(items)  # for blocks on their way, while others went on
+    waits = (storm.case.disk or storm.case.host_blocks) and took < len(items)  # for blocks below
     storm.must(fits == took or bool(waits), f"fits said {fits} items, the step took {took}")
     try:
         with step:
