@@ -271,3 +271,17 @@ def test_indexer_keys_pick_the_same_slots_on_every_backend():
         picked.append((chosen.sort(1).values, out))
     assert torch.equal(picked[0][0], picked[1][0])
     torch.testing.assert_close(picked[0][1], picked[1][1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_row_that_sees_nothing_gives_zeros_and_minus_infinity_even_with_sinks(backend):
+    cache = make_cache((KVKind(H, D),), backend=backend)
+    with cache.step([(cache.sequence([1, 2, 3]), 3)]) as step:
+        cache.write(0, step, torch.randn(3, H, D), torch.randn(3, H, D))
+        nothing = torch.full((3, 2), -1)
+        nothing[2, 0] = step.groups[0].slots[0]
+        out, lse = cache.attend(0, step, torch.randn(3, Q, D), indices=nothing, sinks=torch.ones(Q), return_lse=True)
+    assert not out[:2].any()
+    assert (lse[:2] == float("-inf")).all()
+    assert out[2].any()
+    assert lse[2].isfinite().all()

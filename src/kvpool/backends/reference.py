@@ -190,4 +190,5 @@ def _attend_rows(
     weights = torch.exp(logits - total[..., None]).nan_to_num(0.0)  # a row that sees nothing has weight 0
     out.copy_(torch.einsum("hqn,nhd->qhd", weights, values))
     if lse is not None:
-        lse.copy_(total.T)
+        empty = ~seen.any(1)  # [q]
+        lse.copy_(total.masked_fill(empty, float("-inf")).T)
