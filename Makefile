@@ -18,7 +18,7 @@ test: build
 	$(PYTHON_VENV) -m pytest -m "not slow and not gpu"
 
 check: lint types build
-	$(PYTHON_VENV) -m pytest -m "not slow and not gpu and not model"
+	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model"
 
 slow: build
 	$(PYTHON_VENV) -m pytest -m "slow and not gpu"

@@ -226,7 +226,7 @@ def test_a_paused_sequence_goes_down_and_comes_back() -> None:
         ({"layers": WINDOW}, {"block_format", "groups"}),
         ({"layers": (LayerSpec((KVKind(3, 64),)),) * 2}, {"block_format", "groups"}),
     ],
-    ids=str,
+    ids=["model", "codec", "fewer layers", "windows", "wider heads"],
 )
 def test_a_directory_of_another_plan_or_model_is_refused_by_the_names_of_the_parts(
     tmp_path: Path, change: dict[str, Any], fields: set[str]
