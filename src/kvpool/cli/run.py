@@ -151,7 +151,9 @@ def run(
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "bf16",
-    threads: Annotated[int | None, typer.Option(help="Threads of torch; KVPOOL_THREADS sets those of the kernels")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of torch; KVPOOL_THREADS sets those of the kernels")
+    ] = None,
     host_size: Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")] = None,
     disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the run")] = None,
     disk_size: Annotated[str | None, typer.Option(help="The most the directory may take")] = None,

@@ -26,7 +26,9 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get 429")] = 256,
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take; 0 for no limit")] = 0.0,
     drain: Annotated[float, typer.Option(help="Seconds a stop waits for open requests")] = 10.0,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch; KVPOOL_THREADS sets those of the kernels")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of torch; KVPOOL_THREADS sets those of the kernels")
+    ] = None,
 ) -> None:
     """Serve completions and chat completions over HTTP."""
     try:
