@@ -25,7 +25,7 @@ from kvpool.engine.embedded import load_model
 from kvpool.transformers import PackedCache, register_attention
 
 
-def filled_kvpool(model, contents, codec: str, extra: int):
+def filled_kvpool(model, contents, codec: str, extra: int, threads: int):
     """A kvpool cache whose sequences hold `contents [L, 2, S, H, T, D]`."""
     _, _, sequences, _, context, _ = contents.shape
     spec = kv.CacheSpec.from_config(model.config)
@@ -33,7 +33,7 @@ def filled_kvpool(model, contents, codec: str, extra: int):
     plan = kv.make_plan(
         spec, num_blocks=blocks, codec=codec, tokens_per_block=64, max_sequences=sequences, max_step_tokens=context
     )
-    cache = kv.KVCache(plan)
+    cache = kv.KVCache(plan, num_threads=threads)
     rows = [cache.sequence([1000 + s] * context + [5]) for s in range(sequences)]
     for s, row in enumerate(rows):
         with cache.step([(row, context)]) as step:
@@ -60,13 +60,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    os.environ["KVPOOL_THREADS"] = str(args.threads)
     model, _ = load_model(None, "bf16")
     config = model.config
     torch.manual_seed(0)
     shape = (config.num_hidden_layers, 2, args.sequences, config.num_key_value_heads, args.context, 64)
     contents = torch.randn(shape, dtype=torch.bfloat16)
-    cache, rows = filled_kvpool(model, contents, args.codec, args.steps + 2)
+    cache, rows = filled_kvpool(model, contents, args.codec, args.steps + 2, args.threads)
     dynamic = filled_dynamic(model, contents)
     del contents
     packed = PackedCache(cache, model)

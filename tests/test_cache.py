@@ -285,3 +285,14 @@ def test_a_row_that_sees_nothing_gives_zeros_and_minus_infinity_even_with_sinks(
     assert (lse[:2] == float("-inf")).all()
     assert out[2].any()
     assert lse[2].isfinite().all()
+
+
+def test_kernels_run_on_the_threads_that_were_asked_for(monkeypatch):
+    monkeypatch.setenv("KVPOOL_THREADS", "3")
+    spec = kv.CacheSpec((LayerSpec((KVKind(1, 16),)),), dtype="fp32", max_seq_len=512)
+    plan = kv.make_plan(spec, num_blocks=2, codec="fp32")
+    assert kv.KVCache(plan).backend.num_threads == 3
+    assert kv.KVCache(plan, num_threads=1).backend.num_threads == 1
+    with pytest.raises(kv.UnsupportedError, match="num_threads=0"):
+        kv.KVCache(plan, num_threads=0)
+    kv.KVCache(plan, num_threads=1, backend="reference")  # runs on torch's threads

@@ -34,6 +34,8 @@ class KVCache:
         plan: Every shape and size.
         device: `cpu`.
         backend: `auto`, or a name; a name never falls back.
+        num_threads: Threads of the kernels, for a backend with threads of its own; by default `KVPOOL_THREADS`, else
+            the CPUs of this process.
         clock: Seconds, monotonic; for retention.
         touch: Fault all committed memory in now, so that no step does.
         scales: Decode scales for codecs that need constant ones; see `set_scales`.
@@ -51,6 +53,7 @@ class KVCache:
         *,
         device: str = "cpu",
         backend: str = "auto",
+        num_threads: int | None = None,
         clock: Callable[[], float] | None = None,
         policy: str = "lru",
         touch: bool = False,
@@ -62,7 +65,7 @@ class KVCache:
     ) -> None:
         self.plan = plan
         self.device = device
-        self.backend = get_backend(backend, device)
+        self.backend = get_backend(backend, device, num_threads)
         self.pools = Pools(plan, device, touch=touch)
         self._tiers = tier_options(plan, host_size, disk, disk_size, model)
         self._below: Below | None = None

@@ -22,12 +22,14 @@ def run(*arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[
 def test_json_is_one_object_with_answers_in_order_and_figures_that_add_up(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"The number {n} is"}) + "\n" for n in ("one", "two", "three")))
-    done = run("--json", "--raw", "--prompts", str(file), "--max-new-tokens", "5", "--codec", "int8", "--layout", "NHD")
+    options = ("--max-new-tokens", "5", "--codec", "int8", "--layout", "NHD", "--threads", "1")
+    done = run("--json", "--raw", "--prompts", str(file), *options)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert set(result) == {"answers", "report", "plan"}
     assert [a["generated_tokens"] for a in result["answers"]] == [len(a["token_ids"]) for a in result["answers"]]
     report = result["report"]
+    assert report["threads"] == {"torch": 1, "kernels": 1}
     blocks = report["blocks"]
     assert blocks["used"] + blocks["cached"] + blocks["free"] == blocks["total"]
     assert blocks["used"] == 0

@@ -55,12 +55,16 @@ def choose_isa(wanted: str | None) -> int:
     return ISAS.index(wanted)
 
 
-def choose_threads(wanted: str | None) -> int:
-    """Return the number of kernel threads: the CPUs of this process, or `KVPOOL_THREADS`.
+def choose_threads(num_threads: int | None, wanted: str | None) -> int:
+    """Return the number of kernel threads: what was asked for, else `KVPOOL_THREADS`, else the CPUs of this process.
 
     Raises:
-        UnsupportedError: It is no positive number.
+        UnsupportedError: It is no number from 1 to 1024.
     """
+    if num_threads is not None:
+        if not 1 <= num_threads <= 1024:
+            raise UnsupportedError(f"num_threads={num_threads}: give a number of threads from 1 to 1024")
+        return num_threads
     if wanted is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not wanted.isdigit() or not 1 <= int(wanted) <= 1024:
@@ -114,7 +118,7 @@ class CpuBackend:
     def __init__(self, num_threads: int | None = None) -> None:
         isa = choose_isa(os.environ.get("KVPOOL_CPU"))
         self.isa = ISAS[isa]
-        self.num_threads = num_threads or choose_threads(os.environ.get("KVPOOL_THREADS"))
+        self.num_threads = choose_threads(num_threads, os.environ.get("KVPOOL_THREADS"))
         self._workers = _native.Workers(self.num_threads, isa)
         self._stores: dict[Part, _native.Store] = {}
         self._attentions: dict[tuple[Part, int, int], _native.Attention] = {}

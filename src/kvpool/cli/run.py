@@ -152,7 +152,7 @@ def run(
     seed: Annotated[int, typer.Option()] = 0,
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "bf16",
     threads: Annotated[
-        int | None, typer.Option(help="Threads of torch; KVPOOL_THREADS sets those of the kernels")
+        int | None, typer.Option(min=1, help="Threads of torch and of the kernels; default: all CPUs")
     ] = None,
     host_size: Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")] = None,
     disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the run")] = None,
@@ -197,7 +197,14 @@ def run(
     weights = "" if disk is None else weights_identity(network.named_parameters(), network.config.to_dict())
     network.to(device)  # type: ignore[arg-type]
     cache = KVCache(
-        plan, device=device, backend=backend, host_size=host_size, disk=disk, disk_size=disk_size, model=weights
+        plan,
+        device=device,
+        backend=backend,
+        num_threads=threads,
+        host_size=host_size,
+        disk=disk,
+        disk_size=disk_size,
+        model=weights,
     )
     engine = Engine(network, tokenizer, plan, cache=cache)
     say(f"answering {len(rows)} prompts of {min(map(len, rows))} to {max(map(len, rows))} tokens")
@@ -274,6 +281,8 @@ def answer_row(answer: Answer) -> dict[str, Any]:
 
 def make_report(engine: Engine) -> dict[str, Any]:
     """Collect the figures of a run, as the `report` object of `--json`."""
+    import torch
+
     stats, timing, plan = engine.cache.stats(), engine.timing, engine.cache.plan
     peak = timing.peak_blocks or tuple(0 for _ in plan.groups)
     held = sum(n * g.bytes_per_block for n, g in zip(peak, plan.groups, strict=True))
@@ -282,6 +291,7 @@ def make_report(engine: Engine) -> dict[str, Any]:
     return {
         "blocks": {"used": stats.used, "cached": stats.cached, "free": stats.free, "total": stats.committed},
         "prefix_hit_tokens": stats.hit_tokens,
+        "threads": {"torch": torch.get_num_threads(), "kernels": getattr(engine.cache.backend, "num_threads", None)},
         "bytes_held": held,
         "bytes_bf16": bf16,
         "prefill_tokens_per_s": timing.prefill_tokens / timing.prefill_s if timing.prefill_s else 0.0,

@@ -27,7 +27,7 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take; 0 for no limit")] = 0.0,
     drain: Annotated[float, typer.Option(help="Seconds a stop waits for open requests")] = 10.0,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of torch; KVPOOL_THREADS sets those of the kernels")
+        int | None, typer.Option(min=1, help="Threads of torch and of the kernels; default: all CPUs")
     ] = None,
 ) -> None:
     """Serve completions and chat completions over HTTP."""
@@ -58,7 +58,7 @@ def serve(
         max_step_tokens=max_step_tokens,
     )
     print(plan, file=sys.stderr)
-    engine = Engine(network, tokenizer, plan, backend=backend)
+    engine = Engine(network, tokenizer, plan, backend=backend, num_threads=threads)
     metrics = Metrics(engine)
     worker = Worker(engine, max_waiting=max_waiting, observe=metrics.observe)
     server = Server(

@@ -48,6 +48,7 @@ class Engine:
         plan: The cache's plan.
         cache: A cache on that plan; None makes one.
         backend: Of the cache it makes.
+        num_threads: Of the cache it makes.
         device: Of the cache it makes; the model's. On CUDA, decode steps are captured once a size and replayed.
         clock: Seconds, monotonic.
 
@@ -62,11 +63,14 @@ class Engine:
         *,
         cache: KVCache | None = None,
         backend: str = "auto",
+        num_threads: int | None = None,
         device: str = "cpu",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model.set_attn_implementation(register_attention())
-        self.cache = KVCache(plan, device=device, backend=backend) if cache is None else cache
+        if cache is None:
+            cache = KVCache(plan, device=device, backend=backend, num_threads=num_threads)
+        self.cache = cache
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(self.cache)
         self.timing = Timing()

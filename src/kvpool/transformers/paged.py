@@ -40,6 +40,7 @@ class PagedCache(StepCache):
         layout: Order of the axes in memory.
         tokens_per_block: A power of two.
         backend: `auto`, or a name.
+        num_threads: Threads of the kernels; by default `KVPOOL_THREADS`, else the CPUs of this process.
         mode: `kernel` attends to the pages; `gather` hands dense keys and values to the model's own attention; `auto`
             is `kernel` for every model that can.
         salt: Only caches and calls with the same salt share blocks.
@@ -64,6 +65,7 @@ class PagedCache(StepCache):
         layout: str = "HND",
         tokens_per_block: int = 32,
         backend: str = "auto",
+        num_threads: int | None = None,
         mode: str = "auto",
         salt: str | bytes | None = None,
         retention: SequenceOf[Retention] = (),
@@ -75,7 +77,7 @@ class PagedCache(StepCache):
         if plan is None:
             plan = plan_for(model, budget, codec, layout, tokens_per_block, options)
         gathers = mode == "gather" or (mode == "auto" and not model._can_set_attn_implementation())
-        super().__init__(KVCache(plan, backend=backend), model, gathers=gathers)
+        super().__init__(KVCache(plan, backend=backend, num_threads=num_threads), model, gathers=gathers)
         self.rows = Rows(self.cache, salt, retention)
         self._members: list[Sequence | None] = []  # the rows of the open step, and how many columns they have
         self._columns = 0
