@@ -59,7 +59,7 @@ def test_python_in_a_text_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_
 @cache
 def options_of(command: str) -> set[str]:
     """Long options of `kvpool COMMAND`, those of its subcommands included."""
-    module, attribute = COMMANDS[command]
+    module, attribute, _ = COMMANDS[command]
     found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
         app = typer.Typer()
