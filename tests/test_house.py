@@ -32,7 +32,7 @@ step
 backends
 ops
 tiers
-sequence < cache
+sequence layer_constants < layer_access < cache
 transformers
 engine
 serve measure
