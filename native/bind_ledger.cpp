@@ -547,7 +547,7 @@ void bind_ledger(nb::module_& m) {
       "sha256",
       [](nb::bytes data, bool portable) {
         uint8_t digest[32];
-        sha256(choose_compress(portable), static_cast<const uint8_t*>(data.data()), data.size(), digest);
+        sha256(choose_sha(portable), static_cast<const uint8_t*>(data.data()), data.size(), digest);
         return nb::bytes(digest, 32);
       },
       nb::arg("data"), nb::arg("portable") = false, "SHA-256 as the ledger computes it");

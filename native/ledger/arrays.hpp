@@ -39,6 +39,9 @@ struct StepArrays {
     uint32_t generation = 0;
     int32_t front = 0, size = 0;
   };
+  void fill_entry(const Step& step, int64_t r, int64_t first);
+  void fill_states(const Step& step, size_t g, int64_t r);
+  void clear_rest(int64_t rows, int64_t tokens);
   void fill_row(size_t g, int32_t r, const Sequence& s);
   void fill_drafts(const Entry& entry, int64_t first);
   void fill_slots(size_t g, const Entry& entry, int64_t first);

@@ -1,17 +1,8 @@
 #include "ledger/blocks.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 namespace kvpool::ledger {
-namespace {
-
-constexpr int kChildren = 16;       // children looked at for a level; beyond them the old level stays as an upper bound
-constexpr int kExpiries = 64;       // a call
-constexpr int kExactTimers = 128;   // durations beyond so many are rounded up to a quarter of an octave
-constexpr double kShortest = 1e-3;  // seconds, of the rounded ones
-
-}  // namespace
 
 Blocks::Blocks(const std::vector<GroupSpec>& specs, int32_t num_nodes, int32_t n, const Options& options)
     : tree(num_nodes, n, static_cast<int>(specs.size()), options.finder_mask, options.portable_sha),
@@ -109,11 +100,7 @@ void Blocks::cache(int g, int32_t b, bool first) {
   block.last = clock;
   const uint8_t level = level_of(g, b);
   first ? group.push_front(b, level) : group.push_back(b, level);
-  if (block.timer) {
-    const int c = block.timer;
-    const double duration = c < kExactTimers ? durations_[c] : kShortest * std::exp2((c - kExactTimers) / 4.0);
-    timers_[g].arm(b, c, now + duration);
-  }
+  if (block.timer) timers_[g].arm(b, block.timer, now + duration_of(block.timer));
   if (group.spec.life != Life::full) return;
   if (leveled_) {
     const int32_t parent = tree[block.node].parent;
@@ -171,16 +158,15 @@ int32_t Blocks::evict(int g) {
   return b;
 }
 
-// A walk along a list is one miss after another: of a block that goes 8 evictions later its record is fetched now, its
-// node 3 evictions later, and what the node's removal touches another 2 later. Hints: they may name anything.
+// A walk along a list is one miss after another: of a block that goes kAhead evictions later its record is fetched now,
+// its node 5 evictions later, and what the node's removal touches another 5 later. Hints: they may name anything.
 void Blocks::look_ahead(int g, int32_t b) {
   const BlockGroup& group = groups[g];
-  if (static_cast<size_t>(g) >= ahead_.size()) return;
   Ahead& ahead = ahead_[static_cast<size_t>(g)];
   group.prefetch(b);
-  tree.prefetch_node(group[ahead.blocks[(ahead.at + 5) & 7]].node);
-  tree.prefetch_around(group[ahead.blocks[(ahead.at + 3) & 7]].node);
-  ahead.blocks[ahead.at++ & 7] = b;
+  tree.prefetch_node(group[ahead.blocks[(ahead.at + kAhead - 5) & (kAhead - 1)]].node);
+  tree.prefetch_around(group[ahead.blocks[(ahead.at + kAhead - 10) & (kAhead - 1)]].node);
+  ahead.blocks[ahead.at++ & (kAhead - 1)] = b;
 }
 
 // --- storing ---------------------------------------------------------------------------------------------------
@@ -348,105 +334,6 @@ void Blocks::move(int g, int32_t from, int32_t to) {
     heaps_[g]->insert(to);
   }
   group.put_free(from);
-}
-
-// --- levels and time -------------------------------------------------------------------------------------------
-
-uint8_t Blocks::level_of(int g, int32_t b) const {
-  const BlockGroup& group = groups[g];
-  uint8_t level = group[b].own;
-  if (!leveled_ || group.spec.life != Life::full) return level;
-  int seen = 0;
-  for (int32_t c = tree[group[b].node].first_child; c; c = tree[c].next) {
-    if (++seen > kChildren) return std::max(level, group[b].level);
-    const int32_t child = tree.block(c, g);
-    if (child >= 0) level = std::max(level, group[child].level);
-  }
-  return level;
-}
-
-// After something below node `n` went or fell: what only it held up falls too. A falling block's ancestors stand in
-// higher lists, so it may go to the back; to the front only if it has no children there.
-void Blocks::sink(int g, int32_t n) {
-  BlockGroup& group = groups[g];
-  for (; n > 0; n = tree[n].parent) {
-    const int32_t b = tree.block(n, g);
-    if (b < 0 || !group[b].queued || group[b].level == group[b].own) return;
-    const uint8_t level = level_of(g, b);
-    if (level >= group[b].level) return;
-    group.unlink(b);
-    tree.is_leaf(n) ? group.push_front(b, level) : group.push_back(b, level);
-  }
-}
-
-// A block's own priority rose: to the front of its new list, ancestors that stood lower right behind it.
-void Blocks::rise(int g, int32_t b) {
-  BlockGroup& group = groups[g];
-  const uint8_t level = group[b].own;
-  group.unlink(b);
-  group.push_front(b, level);
-  if (group.spec.life != Life::full) return;
-  for (int32_t n = tree[group[b].node].parent, last = b; n > 0; n = tree[n].parent) {
-    const int32_t above = tree.block(n, g);
-    if (above < 0 || group[above].level >= level) return;
-    if (!group[above].queued) {
-      group[above].level = level;
-      return;
-    }
-    group.unlink(above);
-    group.insert_after(above, last, level);
-    last = above;
-  }
-}
-
-void Blocks::set_worth(int g, int32_t b, Worth worth) {
-  Block& block = groups[g][b];
-  if (events.on() && block.own != worth.priority) {
-    block.own = worth.priority;
-    tell(EventKind::updated, g, b, block.node, worth.priority);
-  }
-  block.own = worth.priority;
-  block.timer = worth.timer;
-  leveled_ = leveled_ || worth.priority != kDefaultPriority;
-}
-
-uint8_t Blocks::timer_of(double duration) {
-  if (duration < 0) return 0;
-  for (size_t c = 1; c < durations_.size(); ++c) {
-    if (durations_[c] == duration) return static_cast<uint8_t>(c);
-  }
-  if (durations_.size() < kExactTimers) {
-    durations_.push_back(duration);
-    return static_cast<uint8_t>(durations_.size() - 1);
-  }
-  const double step = std::ceil(4 * std::log2(std::max(duration, kShortest) / kShortest));
-  return step > 127 ? 0 : static_cast<uint8_t>(kExactTimers + step);  // longer than 40 days: for ever
-}
-
-void Blocks::expire() {
-  if (durations_.size() == 1) return;
-  int left = kExpiries;
-  for (int g = 0; g < num_groups(); ++g) {
-    for (int c = 1; c < Timers::kClasses && left > 0; ++c) {
-      for (int32_t b; left > 0 && (b = timers_[g].due(c, now)) >= 0; --left) {
-        Block& block = groups[g][b];
-        timers_[g].disarm(b);
-        block.timer = 0;
-        const uint8_t before = block.own;
-        block.own = kDefaultPriority;
-        if (before == kDefaultPriority) continue;
-        tell(EventKind::updated, g, b, block.node, kDefaultPriority);
-        const uint8_t level = level_of(g, b);
-        if (level > block.level) {
-          rise(g, b);
-        } else if (level < block.level) {
-          groups[g].unlink(b);
-          groups[g].push_back(b, level);
-          if (groups[g].spec.life == Life::full) sink(g, tree[block.node].parent);
-        }
-      }
-    }
-  }
 }
 
 }  // namespace kvpool::ledger

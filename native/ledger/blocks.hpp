@@ -105,6 +105,7 @@ class Blocks {
   void sink(int g, int32_t n);
   void rise(int g, int32_t b);
   void look_ahead(int g, int32_t b);
+  double duration_of(int timer) const;
   Evicted describe(int g, int32_t b, int32_t n) const;
   void tell(EventKind kind, int g, int32_t b, int32_t n, int32_t to);
 
@@ -112,7 +113,7 @@ class Blocks {
   std::vector<Timers> timers_;                   // [groups]
   std::vector<double> durations_{-1.0};          // of exact classes
   struct Ahead {
-    int32_t blocks[8] = {};
+    int32_t blocks[kAhead] = {};
     uint32_t at = 0;
   };
   std::vector<Ahead> ahead_;  // [groups]

@@ -151,6 +151,8 @@ class Core {
   void plan_entry(Step& step, Entry& entry, int64_t most, int64_t room);
   int64_t until_checkpoint(const Sequence& s, int64_t most) const;
   void plan_write(Step& step, Entry& entry);
+  void find_pending(const Step& step, const Entry& entry);
+  void add_pending(Step& step);
   void add_pending(Entry& entry);
   void drop_pending(Entry& entry);
   void to_waiting(Sequence& s);
@@ -215,6 +217,7 @@ class Core {
   std::vector<std::unique_ptr<Step>> spare_steps_;
   std::vector<int64_t> needed_;  // [groups], while planning
   std::vector<Claim> claims_;
+  std::vector<int32_t> filling_;  // entries whose filled blocks are not in the tree yet, while planning
   std::vector<int32_t> path_;
   Totals totals_;
 };

@@ -146,6 +146,7 @@ void Core::commit_ready(Sequence& s) {
     if (n == 0) n = tree_.insert(s.finders[i], end, tokens, n_, extras, i);
     if (n == 0 && !has_full_ && blocks_.make_node_room()) n = tree_.insert(s.finders[i], end, tokens, n_, extras, i);
     if (n == 0) break;
+    tree_.seal();
     adopt(s, i, n);
     s.nodes.push_back(n);
     move_end(end, n);
@@ -224,6 +225,7 @@ void Core::store_tail(Sequence& s) {
   if (same.node) return;
   const int32_t n = tree_.insert(0, end_node(s), tokens, tail, extras, full);
   if (n == 0) return;
+  tree_.seal();
   const Worth worth = worth_of(s, int64_t{full} * n_, s.computed).value_or(Worth{});
   for (int g = 0; g < num_groups(); ++g) {
     const int32_t b = blocks_.is(g, Life::state) ? s.held[g].state : s.held[g].table[full];

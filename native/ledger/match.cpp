@@ -64,11 +64,11 @@ Core::Match Core::match(Sequence& s, int64_t limit) {
   if (limit <= 0) return best;
   const int32_t full = static_cast<int32_t>(limit / n_);
   ensure_finders(s, full);
-  for (int32_t i = 0; i < std::min(full, 4); ++i) tree_.prefetch(s.finders[i]);
+  for (int32_t i = 0; i < std::min(full, kAhead); ++i) tree_.prefetch(s.finders[i]);
   int32_t parent = -s.space;
   for (int32_t i = 0; i < full; ++i) {
-    if (i + 4 < full) tree_.prefetch(s.finders[i + 4]);
-    if (i + 2 < full) tree_.prefetch_found(s.finders[i + 2]);
+    if (i + kAhead < full) tree_.prefetch(s.finders[i + kAhead]);
+    if (i + kAhead / 2 < full) tree_.prefetch_found(s.finders[i + kAhead / 2]);
     const int32_t n = tree_.find(s.finders[i], parent, &s.tokens[int64_t{i} * n_], s.extras_of(i));
     if (n == 0 || tree_[n].pending == kTaken || (tree_[n].pending && has_state_)) break;
     path_.push_back(n);
@@ -143,6 +143,8 @@ void Core::hold_match(Sequence& s, const Match& m) {
     for (int32_t i = 0; i < k; ++i) {
       if (i == sink) i = held.front;
       if (i >= k) break;
+      if (i + kAhead < k) groups_[g].prefetch(tree_.block(path_[i + kAhead], g));
+      if (i + kAhead / 2 < k) groups_[g].prefetch_around(tree_.block(path_[i + kAhead / 2], g));
       held.table[i] = tree_.block(path_[i], g);  // -1: an earlier sequence of this step fills it; see claim_pending
       if (held.table[i] >= 0) blocks_.claim(g, held.table[i], &claims_);
     }

@@ -2,7 +2,6 @@
 
 #include <bit>
 #include <cstring>
-#include <vector>
 
 #include "cpu/features.hpp"
 
@@ -54,34 +53,48 @@ void one_block(uint32_t state[8], const uint8_t* data) {
   state[4] += e, state[5] += f, state[6] += g, state[7] += h;
 }
 
-}  // namespace
-
-void compress_portable(uint32_t state[8], const uint8_t* data, size_t num_blocks) {
+void blocks_portable(uint32_t state[8], const uint8_t* data, size_t num_blocks) {
   for (size_t i = 0; i < num_blocks; ++i) one_block(state, data + 64 * i);
 }
 
-Compress choose_compress(bool portable) {
+void pair_portable(uint32_t state_a[8], const uint8_t* a, uint32_t state_b[8], const uint8_t* b) {
+  one_block(state_a, a);
+  one_block(state_b, b);
+}
+
+constexpr Sha kPortable = {blocks_portable, pair_portable};
+
+}  // namespace
+
+const Sha& choose_sha(bool portable) {
 #if defined(__x86_64__)
-  if (!portable && has_sha()) return compress_sha;
+  if (!portable && has_sha()) return kShaExtensions;
 #endif
   static_cast<void>(portable);
-  return compress_portable;
+  return kPortable;
 }
 
-void sha256_in_place(Compress compress, uint8_t* data, size_t size, uint8_t digest[32]) {
-  uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  const size_t num_blocks = (size + 9 + 63) / 64;
-  std::memset(data + size, 0, 64 * num_blocks - size);
-  data[size] = 0x80;
-  store_be(data + 64 * num_blocks - 8, uint64_t{size} * 8);
-  compress(state, data, num_blocks);
-  for (int i = 0; i < 8; ++i) store_be(digest + 4 * i, state[i]);
+size_t sha256_pad(uint8_t* last, size_t rest, uint64_t message_bytes) {
+  const size_t num_blocks = (rest + 9 + 63) / 64;
+  std::memset(last + rest, 0, 64 * num_blocks - rest);
+  last[rest] = 0x80;
+  store_be(last + 64 * num_blocks - 8, message_bytes * 8);
+  return num_blocks;
 }
 
-void sha256(Compress compress, const uint8_t* data, size_t size, uint8_t digest[32]) {
-  std::vector<uint8_t> padded(size + kShaPadding);
-  if (size) std::memcpy(padded.data(), data, size);
-  sha256_in_place(compress, padded.data(), size, digest);
+void sha256_store(const uint32_t state[8], uint8_t* out, size_t size) {
+  for (size_t i = 0; i < size / 4; ++i) store_be(out + 4 * i, state[i]);
+}
+
+void sha256(const Sha& sha, const uint8_t* data, size_t size, uint8_t digest[32]) {
+  uint32_t state[8];
+  std::memcpy(state, kShaStart, sizeof state);
+  const size_t whole = size / 64, rest = size % 64;
+  uint8_t last[128];
+  if (rest) std::memcpy(last, data + 64 * whole, rest);
+  sha.blocks(state, data, whole);
+  sha.blocks(state, last, sha256_pad(last, rest, size));
+  sha256_store(state, digest, 32);
 }
 
 }  // namespace kvpool::ledger

@@ -12,6 +12,7 @@ const Step& Core::begin(const std::vector<Item>& items, StepArrays& arrays, bool
   Step& step = *spare_steps_.back();
   const size_t fitting = plan(step, items, arrays.max_sequences, commit, false);
   if (fitting < items.size()) out_of_blocks(step, fitting, items);
+  tree_.seal();
   step.states.assign(step.entries.size() * groups_.size(), -1);
   step.reads.assign(step.entries.size() * groups_.size(), -1);
   for (Entry& entry : step.entries) carry_out(step, entry);
@@ -78,6 +79,7 @@ size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, 
       room -= step.entries.back().num_tokens + step.entries.back().num_drafts;
       if (!fits_now()) return i;
     }
+    add_pending(step);
   } catch (...) {
     undo_plan(step);
     throw;
@@ -87,7 +89,10 @@ size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, 
 
 void Core::plan_entry(Step& step, Entry& entry, int64_t most, int64_t room) {
   Sequence& s = *entry.seq;
-  if (!s.admitted) admit(entry);
+  if (!s.admitted) {
+    add_pending(step);
+    admit(entry);
+  }
   entry.start = s.scheduled;
   entry.size = s.size();
   entry.num_nodes = static_cast<int32_t>(s.nodes.size());
@@ -105,7 +110,7 @@ void Core::plan_entry(Step& step, Entry& entry, int64_t most, int64_t room) {
         blocks_.is(g, Life::state) ? 1 + entry.num_drafts : std::max<int64_t>(0, ceil_div(entry.last(), n_) - size);
   }
   if (entry.start % n_) plan_write(step, entry);
-  if (step.commit) add_pending(entry);
+  if (step.commit) find_pending(step, entry);
 }
 
 // A state can only be kept where a step ends: models that have some end it at checkpoints.
@@ -161,21 +166,35 @@ void Core::plan_write(Step& step, Entry& entry) {
   }
 }
 
-// Put the blocks that this step fills into the tree, so that later items of the step find them.
-void Core::add_pending(Entry& entry) {
+// Notes the blocks that this step fills: a pass of its own, so that the tree's table is there when they are put into
+// it.
+void Core::find_pending(const Step& step, const Entry& entry) {
   Sequence& s = *entry.seq;
   if (!entry.external && entry.num_nodes < entry.start / n_) return;  // some before are not stored: at the end
   const int64_t full = std::min(s.scheduled, s.num_known) / n_;
   if (entry.num_nodes >= full) return;
   ensure_finders(s, full);
-  const int32_t before = end_node(s);
-  for (int32_t i = entry.num_nodes; i < std::min<int64_t>(full, entry.num_nodes + 4); ++i) tree_.prefetch(s.finders[i]);
+  tree_.prefetch(s.finders[static_cast<size_t>(entry.num_nodes)]);
+  filling_.push_back(static_cast<int32_t>(&entry - step.entries.data()));
+}
+
+// Puts them into the tree, so that later items of the step find them.
+void Core::add_pending(Step& step) {
+  for (const int32_t i : filling_) add_pending(step.entries[static_cast<size_t>(i)]);
+  filling_.clear();
+}
+
+void Core::add_pending(Entry& entry) {
+  Sequence& s = *entry.seq;
+  const int32_t before = end_node(s), full = static_cast<int32_t>(std::min(s.scheduled, s.num_known) / n_);
+  // Behind a node that is not there nothing is. One that is there was computed twice: adopted when the step ends.
+  if (tree_.find(s.finders[entry.num_nodes], before, &s.tokens[int64_t{entry.num_nodes} * n_],
+                 s.extras_of(entry.num_nodes))) {
+    return;
+  }
   for (int32_t i = entry.num_nodes; i < full; ++i) {
-    if (i + 4 < full) tree_.prefetch(s.finders[i + 4]);
-    const int32_t* tokens = &s.tokens[int64_t{i} * n_];
-    const int32_t parent = end_node(s), extras = s.extras_of(i);
-    if (tree_.find(s.finders[i], parent, tokens, extras)) break;  // computed twice; adopted when the step ends
-    const int32_t n = tree_.insert(s.finders[i], parent, tokens, n_, extras, i);
+    if (i + kAhead < full) tree_.prefetch(s.finders[i + kAhead]);
+    const int32_t n = tree_.insert(s.finders[i], end_node(s), &s.tokens[int64_t{i} * n_], n_, s.extras_of(i), i);
     if (n == 0) break;
     tree_[n].pending = kPending;
     s.nodes.push_back(n);
@@ -219,6 +238,8 @@ void Core::undo_plan(Step& step) {
     to_waiting(s);
   }
   blocks_.undo(claims_);
+  tree_.forget();
+  filling_.clear();
   step.entries.clear();
 }
 

@@ -6,14 +6,6 @@
 namespace kvpool::ledger {
 namespace {
 
-constexpr uint64_t kMultiplier[3] = {0x9e3779b97f4a7c15, 0xd6e8feb86659fd93, 0xa0761d6478bd642f};
-
-// The two halves of a 128-bit product folded together (the mixer of wyhash, public domain).
-uint64_t fold(uint64_t a, uint64_t b) {
-  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
-  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-}
-
 uint64_t random_seed() {
   std::random_device device;
   return uint64_t{device()} << 32 | device();
@@ -33,11 +25,6 @@ std::string space_name(const std::string& salt, const std::string& lora) {
   return name;
 }
 
-void store_le(uint8_t* p, uint32_t v) {
-  if constexpr (std::endian::native == std::endian::big) v = __builtin_bswap32(v);
-  std::memcpy(p, &v, 4);
-}
-
 }  // namespace
 
 Tree::Tree(int32_t num_nodes, int32_t n, int num_groups, uint64_t finder_mask, bool portable_sha)
@@ -46,9 +33,9 @@ Tree::Tree(int32_t num_nodes, int32_t n, int num_groups, uint64_t finder_mask, b
       tokens_((size_t(num_nodes) + 1) * n),
       table_(std::bit_ceil(size_t(num_nodes) * 2 + 2)),
       mask_(table_.size() - 1),
-      seed_(random_seed()),
+      seeds_{random_seed(), random_seed(), random_seed()},
       finder_mask_(finder_mask),
-      compress_(choose_compress(portable_sha)) {
+      sha_(choose_sha(portable_sha)) {
   for (int g = 1; g < num_groups; ++g) more_blocks_.emplace_back(size_t(num_nodes) + 1);
   extras_.push_back({"", 1});
 }
@@ -57,36 +44,6 @@ size_t Tree::bytes() const {
   size_t sum = nodes_.bytes() + tokens_.bytes() + table_.bytes();
   for (const auto& a : more_blocks_) sum += a.bytes();
   return sum;
-}
-
-uint64_t Tree::chain(uint64_t parent, const int32_t* tokens, int32_t extras) const {
-  uint64_t h = parent ^ seed_ ^ uint64_t(extras) * kMultiplier[2];
-  for (int32_t i = 0; i < tokens_per_block; i += 2) {
-    uint64_t pair;
-    std::memcpy(&pair, tokens + i, 8);
-    h = fold(h ^ pair, kMultiplier[0]) + (pair ^ kMultiplier[1]);
-  }
-  return fold(h ^ kMultiplier[2], kMultiplier[1]) & finder_mask_;
-}
-
-int32_t Tree::find(uint64_t finder, int32_t parent, const int32_t* tokens, int32_t extras) const {
-  const uint32_t tag = static_cast<uint32_t>(finder >> 32);
-  for (size_t i = slot(finder);; i = (i + 1) & mask_) {
-    const Entry& entry = table_[i];
-    if (entry.node == 0) return 0;
-    if (entry.tag != tag) continue;
-    const Node& node = nodes_[entry.node];
-    if (node.finder == finder && node.parent == parent && node.extras == extras &&
-        std::memcmp(this->tokens(entry.node), tokens, size_t(tokens_per_block) * 4) == 0) {
-      return entry.node;
-    }
-  }
-}
-
-void Tree::prefetch_found(uint64_t finder) const {
-  const int32_t n = table_[slot(finder)].node;
-  __builtin_prefetch(&nodes_[n]);
-  __builtin_prefetch(tokens(n));
 }
 
 size_t Tree::find_slot(int32_t n) const {
@@ -113,7 +70,7 @@ int32_t Tree::insert(uint64_t finder, int32_t parent, const int32_t* tokens, int
   node.index = index;
   node.first_token = tokens[0];
   node.len = static_cast<uint16_t>(len);
-  node.key = make_key(key_of(parent), tokens, len, extras);
+  unsealed_.push_back(n);
   for (size_t g = 0; g <= more_blocks_.size(); ++g) set_block(n, static_cast<int>(g), -1);
   std::memcpy(&tokens_[size_t(n) * tokens_per_block], tokens, size_t(len) * 4);
   keep(extras);
@@ -178,31 +135,6 @@ std::string Tree::named_extras(int32_t space, int32_t extras) const {
   return out;
 }
 
-Key Tree::make_key(const Key& parent, const int32_t* tokens, int32_t len, int32_t extras) const {
-  // parent key 16, "KVB1", tokens per block, tokens held, bytes of extras, then tokens (LE u32), then the extras.
-  const std::string& more = extras_[extras].bytes;
-  uint8_t local[1024];
-  const size_t size = 32 + size_t(len) * 4 + more.size();
-  std::vector<uint8_t> large(size + kShaPadding > sizeof local ? size + kShaPadding : 0);
-  uint8_t* message = large.empty() ? local : large.data();
-  std::memcpy(message, parent.data(), 16);
-  std::memcpy(message + 16, "KVB1", 4);
-  store_le(message + 20, static_cast<uint32_t>(tokens_per_block));
-  store_le(message + 24, static_cast<uint32_t>(len));
-  store_le(message + 28, static_cast<uint32_t>(more.size()));
-  if constexpr (std::endian::native == std::endian::little) {
-    std::memcpy(message + 32, tokens, size_t(len) * 4);
-  } else {
-    for (int32_t i = 0; i < len; ++i) store_le(message + 32 + 4 * i, static_cast<uint32_t>(tokens[i]));
-  }
-  if (!more.empty()) std::memcpy(message + 32 + 4 * size_t(len), more.data(), more.size());
-  uint8_t digest[32];
-  sha256_in_place(compress_, message, size, digest);
-  Key key;
-  std::memcpy(key.data(), digest, 16);
-  return key;
-}
-
 int32_t Tree::space_of(int32_t n) const {
   while (n > 0) n = nodes_[n].parent;
   return -n;
@@ -224,7 +156,7 @@ int32_t Tree::open_space(const std::string& salt, const std::string& lora) {
     it->second = free_spaces_.back();
     free_spaces_.pop_back();
     uint8_t digest[32];
-    sha256(compress_, reinterpret_cast<const uint8_t*>(name.data()), name.size(), digest);
+    sha256(sha_, reinterpret_cast<const uint8_t*>(name.data()), name.size(), digest);
     Space& space = spaces_[it->second];
     space = {salt, lora, {}, 0, 0, 0, false};
     std::memcpy(space.key.data(), digest, 16);

@@ -74,11 +74,16 @@ class Tree {
   uint64_t chain(uint64_t parent, const int32_t* tokens, int32_t extras) const;                // finder of a full block
   int32_t find(uint64_t finder, int32_t parent, const int32_t* tokens, int32_t extras) const;  // full nodes; 0: none
   void prefetch(uint64_t finder) const { __builtin_prefetch(&table_[slot(finder)]); }
-  void prefetch_found(uint64_t finder) const;
+  void prefetch_found(uint64_t finder) const {
+    const int32_t n = table_[slot(finder)].node;
+    __builtin_prefetch(&nodes_[n]);
+    __builtin_prefetch(tokens(n));
+  }
   void prefetch_node(int32_t n) const { __builtin_prefetch(&nodes_[n]); }
   void prefetch_around(int32_t n) const {  // what removing it touches
     const Node& node = nodes_[n];
     __builtin_prefetch(&table_[slot(node.finder)]);
+    __builtin_prefetch(tokens(n), 1);  // the next node made gets this place
     if (node.parent > 0) __builtin_prefetch(&nodes_[node.parent]);
     if (node.next) __builtin_prefetch(&nodes_[node.next]);
   }
@@ -88,9 +93,11 @@ class Tree {
     return parent > 0 ? nodes_[parent].first_child : spaces_[-parent].first_child;
   }
 
-  // Returns 0 when no node is left. The node has no blocks yet.
+  // Returns 0 when no node is left. The node has no blocks yet, and no identity before seal().
   int32_t insert(uint64_t finder, int32_t parent, const int32_t* tokens, int32_t len, int32_t extras, int32_t index);
-  void remove(int32_t n);  // a leaf
+  void seal();                          // gives the nodes inserted since the last time their identities
+  void forget() { unsealed_.clear(); }  // they are removed again
+  void remove(int32_t n);               // a leaf
   const Key& key_of(int32_t parent) const { return parent > 0 ? nodes_[parent].key : spaces_[-parent].key; }
   Key make_key(const Key& parent, const int32_t* tokens, int32_t len, int32_t extras) const;
 
@@ -134,9 +141,11 @@ class Tree {
   std::vector<Array<int32_t>> more_blocks_;
   Array<Entry> table_;
   size_t mask_;
-  uint64_t seed_, finder_mask_;
+  std::array<uint64_t, 3> seeds_;
+  uint64_t finder_mask_;
   int32_t free_node_ = 0, num_touched_ = 0, num_nodes_ = 0;
-  Compress compress_;
+  const Sha& sha_;
+  std::vector<int32_t> unsealed_;  // parents before children
   std::vector<Space> spaces_;
   std::vector<int32_t> free_spaces_;
   int32_t plain_ = -1;  // the space without salt and adapter, while it is open
@@ -145,6 +154,50 @@ class Tree {
   std::vector<int32_t> free_extras_;
   std::unordered_map<std::string, int32_t> extras_ids_;
 };
+
+// The two halves of a 128-bit product folded together (the mixer of wyhash, public domain).
+inline uint64_t fold(uint64_t a, uint64_t b) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+// The content is hashed without the parent, so that the blocks of a prompt do not wait for one another.
+inline uint64_t Tree::chain(uint64_t parent, const int32_t* tokens, int32_t extras) const {
+  const auto pair = [tokens](int32_t i) {
+    uint64_t v;
+    std::memcpy(&v, tokens + i, 8);
+    return v;
+  };
+  uint64_t h = seeds_[0] ^ static_cast<uint32_t>(extras);
+  if (tokens_per_block == 2) h = fold(pair(0) ^ seeds_[1], h);
+  for (int32_t i = 0; i + 4 <= tokens_per_block; i += 4) h = fold(pair(i) ^ seeds_[1], pair(i + 2) ^ h);
+  return fold(parent ^ seeds_[2], h ^ seeds_[1]) & finder_mask_;
+}
+
+inline bool same_tokens(const int32_t* a, const int32_t* b, int32_t n) {  // n: even
+  uint64_t different = 0;
+  for (int32_t i = 0; i < n; i += 2) {
+    uint64_t x, y;
+    std::memcpy(&x, a + i, 8);
+    std::memcpy(&y, b + i, 8);
+    different |= x ^ y;
+  }
+  return different == 0;
+}
+
+inline int32_t Tree::find(uint64_t finder, int32_t parent, const int32_t* tokens, int32_t extras) const {
+  const uint32_t tag = static_cast<uint32_t>(finder >> 32);
+  for (size_t i = slot(finder);; i = (i + 1) & mask_) {
+    const Entry& entry = table_[i];
+    if (entry.node == 0) return 0;
+    if (entry.tag != tag) continue;
+    const Node& node = nodes_[entry.node];
+    if (node.finder == finder && node.parent == parent && node.extras == extras &&
+        same_tokens(this->tokens(entry.node), tokens, tokens_per_block)) {
+      return entry.node;
+    }
+  }
+}
 
 inline int32_t common_prefix(const int32_t* a, const int32_t* b, int32_t len) {
   int32_t i = 0;

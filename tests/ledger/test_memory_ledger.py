@@ -11,7 +11,7 @@ from ledger_driver import Driver
 from ledger_plans import FULL, make_plan
 
 from kvpool.errors import OutOfBlocks
-from kvpool.ledger import Ledger, Released, StepArrays
+from kvpool.ledger import Ledger, Media, Released, StepArrays
 
 
 def driver(blocks: int = 16, **options: object) -> Driver:
@@ -256,18 +256,32 @@ def test_sha256_agrees_with_hashlib() -> None:
             assert _native.sha256(data, portable) == hashlib.sha256(data).digest(), (size, portable)
 
 
-def test_an_identity_is_sha_256_over_named_fields() -> None:
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 32, 128])
+@pytest.mark.parametrize("portable", [False, True])
+def test_an_identity_is_sha_256_over_named_fields(n: int, portable: bool) -> None:
     import hashlib
 
-    d = driver()
-    keys = d.ledger.keys(d.open([1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    space = b"KVS1" + b"S" + (0).to_bytes(8, "little") + b"L" + (0).to_bytes(8, "little")
-    parent = hashlib.sha256(space).digest()[:16]
-    for i, key in enumerate(keys):
-        head = parent + b"KVB1" + (4).to_bytes(4, "little") * 2 + (0).to_bytes(4, "little")
-        tokens = b"".join(t.to_bytes(4, "little") for t in range(4 * i + 1, 4 * i + 5))
-        parent = hashlib.sha256(head + tokens).digest()[:16]
-        assert key == parent
+    def number(value: int) -> bytes:
+        return value.to_bytes(4, "little")
+
+    d = Driver(make_plan((FULL, 64), n=n), events=64, portable_sha=portable)
+    prompt = [1 + 7 * i for i in range(3 * n + 1)]
+    cat = Media(n, n + 1, b"cat" * 30)
+    seq, _ = d.prefill(prompt, media=(cat,))
+    d.ledger.release(seq)  # the last token is stored as a block that is not whole
+    parent = hashlib.sha256(b"KVS1" + b"S" + bytes(8) + b"L" + bytes(8)).digest()[:16]
+    expected = []
+    for i in range(4):
+        held = prompt[i * n : (i + 1) * n]
+        item = [i * n - cat.start, cat.num_tokens, 91]  # where the block begins in it, its tokens, its key
+        extras = b"M" + np.array(item, "<i8").tobytes() + b"b" + b"cat" * 30 if i in (1, 2) else b""
+        body = b"".join(map(number, held)) + extras
+        header = parent + b"KVB1" + number(n) + number(len(held)) + number(len(extras))
+        parent = hashlib.sha256(body + header).digest()[:16]
+        expected.append(parent)
+    assert [e.key for e in d.ledger.events()] == expected
+    again = d.ledger.open(prompt, media=(cat,))
+    assert d.ledger.keys(again) == expected[:3]
 
 
 def test_bookkeeping_stays_under_256_bytes_a_block() -> None:
