@@ -10,6 +10,8 @@ namespace kvpool {
 #if defined(__x86_64__)
 bool fits_bf16_avx512(const AttendArgs& a);
 void attend_bf16_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
+bool fits_panels_avx512(const AttendArgs& a);
+void attend_panels_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
 #endif
 
 }  // namespace kvpool
