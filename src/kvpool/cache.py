@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvpool.errors import LayoutError, PlanError
+from kvpool.errors import KVError, LayoutError, PlanError
 from kvpool.layer_access import LayerAccess
 from kvpool.ledger import Event, Evicted, Ledger, Media, Pin, Retention, Stats, StepDecision
 from kvpool.ledger.extras import Extra, encode
@@ -61,10 +61,6 @@ class KVCache(LayerAccess):
         self._tiers = tier_options(plan, host_size, disk, disk_size, model)
         self._below: Below | None = None
         self.ledger = Ledger(plan, clock=clock or time.monotonic, policy=policy, offer=self._tiers is not None)
-        first = StepBuffers(plan, device)
-        self._buffers = (first, StepBuffers(plan, device, share=first))
-        for buffers in self._buffers:
-            self.backend.prepare(self.pools, buffers)
         self._turn = 0
         self._open_steps = 0
         self._elastic = Elastic(plan, self.ledger, self.pools, self.backend, self._save, lambda: self._open_steps > 0)
@@ -131,8 +127,8 @@ class KVCache(LayerAccess):
             OutOfBlocks: Not all sequences fit; nothing has changed.
         """
         buffers = self._buffers[self._turn]
-        given = {seq.id: entry for seq, entry in drafts.items()} if drafts else None
-        decision = self._begin([(seq.id, most) for seq, most in items], buffers, given, commit)
+        given = {self._handle(seq): entry for seq, entry in drafts.items()} if drafts else None
+        decision = self._begin([(self._handle(seq), most) for seq, most in items], buffers, given, commit)
         self._turn ^= 1
         self._open_steps += 1
         for group, copies in decision.copies_by_group():
@@ -140,6 +136,12 @@ class KVCache(LayerAccess):
         step = Step(buffers, decision, self._close, pad_to)
         self.backend.begin(step)
         return step
+
+    def _handle(self, sequence: Sequence) -> int:
+        """Return a sequence's id in this cache's ledger; `KVError` for one of another cache, whose ids are others."""
+        if sequence.ledger is not self.ledger:
+            raise KVError(f"{sequence!r} belongs to another cache; open it with this cache's sequence(...)")
+        return sequence.id
 
     def _begin(
         self,
@@ -167,7 +169,7 @@ class KVCache(LayerAccess):
         Args:
             items: As for `step`.
         """
-        handles = [(seq.id, most) for seq, most in items]
+        handles = [(self._handle(seq), most) for seq, most in items]
         if self._below is not None:
             self._below.announce(handles)
         return self._elastic.fits(handles)
@@ -201,17 +203,17 @@ class KVCache(LayerAccess):
             indices: Positions in its drafts; each one's parent is the one before it, the first's the last known token.
         """
         moves: dict[int, list[tuple[int, int]]] = {}
-        for move in self.ledger.accept(sequence.id, indices):
+        for move in self.ledger.accept(self._handle(sequence), indices):
             moves.setdefault(move.group, []).append((move.src, move.dst))
         for group, slots in moves.items():
             self.backend.move(self.pools, group, slots)
 
     def read(self, layer: int, sequence: Sequence) -> tuple[torch.Tensor, ...]:
         """Return what a layer holds of a sequence, decoded: `(k, v)` or `(latent, rope)`, fp32 `[tokens, H, D]`."""
-        parts = self._layers[layer]
+        parts = self._at(layer)
         if parts.v is None:
             raise PlanError(f"layer {layer} stores no keys")
-        table, length = self.ledger.table(sequence.id, parts.v.group)
+        table, length = self.ledger.table(self._handle(sequence), parts.v.group)
         n = parts.v.tokens_per_block
         token = torch.arange(length)
         block = torch.tensor(table, dtype=torch.int64)[token // n]

@@ -13,7 +13,7 @@ from kvpool.kinds import StateKind
 from kvpool.layer_constants import LayerConstants
 from kvpool.plan import Plan
 from kvpool.pools import LayerParts, Part, View
-from kvpool.step import Step
+from kvpool.step import Step, StepBuffers
 
 
 class LayerAccess(LayerConstants):
@@ -30,6 +30,22 @@ class LayerAccess(LayerConstants):
     def __init__(self, plan: Plan, device: str, backend: str, *, num_threads: int | None, touch: bool) -> None:
         super().__init__(plan, device, backend, num_threads=num_threads, touch=touch)
         self._layers = tuple(LayerParts.of(self.pools, layer) for layer in range(plan.spec.num_layers))
+        first = StepBuffers(plan, device)
+        self._buffers = (first, StepBuffers(plan, device, share=first))
+        for buffers in self._buffers:
+            self.backend.prepare(self.pools, buffers)
+
+    def _at(self, layer: int, step: Step | None = None) -> LayerParts:
+        """Return the parts of a layer.
+
+        Raises:
+            LayoutError: There is no such layer, or the step is another cache's: its slots mean nothing here.
+        """
+        if layer not in range(len(self._layers)):
+            raise LayoutError(f"layer must be one of 0..{len(self._layers) - 1}, got {layer!r}")
+        if step is not None and step.buffers not in self._buffers:
+            raise LayoutError("this step was opened by another cache; use the one whose step() returned it")
+        return self._layers[layer]
 
     def write(
         self,
@@ -55,7 +71,7 @@ class LayerAccess(LayerConstants):
         Raises:
             LayoutError: A tensor does not fit the plan.
         """
-        parts = self._layers[layer]
+        parts = self._at(layer, step)
         if k is not None and v is not None and parts.v is not None:
             ops.write(self.backend, (*parts.k, parts.v), (k, v), step)
         elif latent is not None and rope is not None and parts.k:
@@ -98,7 +114,7 @@ class LayerAccess(LayerConstants):
         Returns:
             `out`, or `(out, lse)`.
         """
-        parts = self._layers[layer]
+        parts = self._at(layer, step)
         if parts.v is None:
             raise LayoutError(f"layer {layer} has no attention")
         options = Attention(
@@ -124,10 +140,10 @@ class LayerAccess(LayerConstants):
         Returns:
             `[T, topk]` int64 slots for `attend(indices=...)`, best first; -1 where a row sees fewer.
         """
-        part = self._layers[layer].index
-        if part is None:
+        parts = self._at(layer, step)
+        if parts.index is None:
             raise LayoutError(f"layer {layer} stores no indexer keys")
-        return ops.score(self.backend, q, weights, part, step, self._layers[layer].lifetime, topk)
+        return ops.score(self.backend, q, weights, parts.index, step, parts.lifetime, topk)
 
     def state_read(self, layer: int, step: Step, name: str) -> torch.Tensor:
         """Return the recurrent states the step's sequences start from: `[S, *shape]`, zeros for a new sequence.
@@ -137,12 +153,12 @@ class LayerAccess(LayerConstants):
             step: An open step.
             name: `conv`, `ssm`, or another name of the layer's states.
         """
-        part, shape = self._state(layer, name)
+        part, shape = self._state(layer, step, name)
         return ops.state_read(part, shape, step.groups[part.group].read_slots)
 
     def state_write(self, layer: int, step: Step, name: str, states: torch.Tensor) -> None:
         """Store the states `[S, *shape]` the step's sequences end in, in fresh slots: a failed step changes none."""
-        part, shape = self._state(layer, name)
+        part, shape = self._state(layer, step, name)
         ops.state_write(part, shape, step.groups[part.group].write_slots, states)
 
     def state(self, layer: int, step: Step, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,14 +169,15 @@ class LayerAccess(LayerConstants):
         Raises:
             UnsupportedError: The state's codec is not plain; use `state_read` and `state_write`.
         """
-        part, shape = self._state(layer, name)
+        part, shape = self._state(layer, step, name)
         if len(part.planes) > 1 or part.codec.quantised:
             raise UnsupportedError(f"state {name!r} is stored as {part.codec.name}; use state_read and state_write")
         view = part.planes["data"].tensor[:, 0, 0].view(-1, *shape)
         tables = step.groups[part.group]
         return view, tables.read_slots, view, tables.write_slots
 
-    def _state(self, layer: int, name: str) -> tuple[Part, tuple[int, ...]]:
+    def _state(self, layer: int, step: Step, name: str) -> tuple[Part, tuple[int, ...]]:
+        self._at(layer, step)
         for kind in self.plan.spec.layers[layer].kinds:
             if isinstance(kind, StateKind) and kind.name == name:
                 return self.pools.part(layer, name), kind.shape
@@ -173,7 +190,7 @@ class LayerAccess(LayerConstants):
             `(k, v, indptr)`, or `(latent, indptr)`, or `(latent, rope, indptr)`: fp32 `[tokens, H, D]` of all sequences
             one after another; `indptr [S + 1]` int64. Tokens that fell out of a window are zeros.
         """
-        parts = self._layers[layer]
+        parts = self._at(layer, step)
         if parts.v is None:
             raise PlanError(f"layer {layer} stores no keys")
         tables, n = step.groups[parts.v.group], parts.v.tokens_per_block
@@ -194,7 +211,7 @@ class LayerAccess(LayerConstants):
             slots: `[n]` int64 in the layer's group; -1 gives zeros.
             dtype: Of the result.
         """
-        parts = self._layers[layer]
+        parts = self._at(layer)
         if parts.v is None:
             raise PlanError(f"layer {layer} stores no keys")
         out = self._read((*parts.k, parts.v), slots, dtype)
@@ -202,7 +219,7 @@ class LayerAccess(LayerConstants):
 
     def take_index(self, layer: int, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the indexer keys at slots `[n]` int64, decoded, `[n, 1, Di]`; zeros for -1."""
-        part = self._layers[layer].index
+        part = self._at(layer).index
         if part is None:
             raise PlanError(f"layer {layer} stores no indexer keys")
         return self._read((part,), slots, dtype)[0]
@@ -221,8 +238,4 @@ class LayerAccess(LayerConstants):
         self, parts: Iterable[Part], slots: torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, ...]:
         """Decode the tokens at `slots` of each part once, in order."""
-        out = []
-        for part in dict.fromkeys(parts):
-            out.append(torch.empty((len(slots), part.num_heads, part.vector.dim), dtype=dtype, device=slots.device))
-            self.backend.read(part, slots, out[-1])
-        return tuple(out)
+        return tuple(ops.read(self.backend, part, slots, dtype) for part in dict.fromkeys(parts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from kvpool.backends import Attention, Backend
@@ -13,20 +15,46 @@ from kvpool.step import Step
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    """Raise `LayoutError` unless `x` is a float tensor of this shape whose last axis is contiguous.
+def check(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str, device: torch.device) -> None:
+    """Raise `LayoutError` unless `x` is a strided float tensor of this shape, its last axis contiguous, on the device.
 
     Args:
         name: What the caller calls it.
         shape: Expected extents.
         meaning: Their axes, for the message.
+        device: Where kernels read it.
     """
+    on_device(name, x, device)
     if x.shape != shape:
         raise LayoutError(f"{name} must be {meaning} = {list(shape)}, got {list(x.shape)}")
     if x.dtype not in _FLOATS:
         raise LayoutError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}; convert it first")
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         raise LayoutError(f"{name} must be contiguous on its last axis, got strides {x.stride()}; call .contiguous()")
+
+
+def on_device(name: str, x: torch.Tensor, device: torch.device) -> None:
+    """Raise `LayoutError` unless `x` is a strided tensor on this device: kernels follow its address."""
+    if not isinstance(x, torch.Tensor):
+        raise LayoutError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.device != device or x.layout is not torch.strided:
+        raise LayoutError(f"{name} must be a strided tensor on {device}, got {x.layout} on {x.device}; move it first")
+
+
+def check_slots(name: str, slots: torch.Tensor, dims: int, device: torch.device) -> None:
+    """Raise `LayoutError` unless `slots` is a contiguous int64 tensor of so many axes on the device."""
+    on_device(name, slots, device)
+    if slots.dtype != torch.int64 or slots.dim() != dims or not slots.is_contiguous():
+        raise LayoutError(
+            f"{name} must be contiguous int64 of {dims} axes, got {slots.dtype} {list(slots.shape)} with strides"
+            f" {slots.stride()}"
+        )
+
+
+def open_step(step: Step, what: str) -> None:
+    """Raise `LayoutError` unless a step is open."""
+    if not step.open:
+        raise LayoutError(f"{what} needs an open step; this one has ended")
 
 
 def write(backend: Backend, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:
@@ -40,10 +68,9 @@ def write(backend: Backend, parts: tuple[Part, ...], tensors: tuple[torch.Tensor
     Raises:
         LayoutError: A tensor does not fit its part.
     """
-    if not step.open:
-        raise LayoutError("write needs an open step; this one has ended")
+    open_step(step, "write")
     for part, x in zip(parts, tensors, strict=True):
-        check(part.name, x, (step.total_tokens, part.num_heads, part.vector.dim), "[T, H, D]")
+        check(part.name, x, (step.total_tokens, part.num_heads, part.vector.dim), "[T, H, D]", step.device)
     backend.write(parts, tensors, step)
 
 
@@ -72,25 +99,44 @@ def attend(
     Raises:
         LayoutError: A tensor does not fit.
     """
-    if not step.open:
-        raise LayoutError("attend needs an open step; this one has ended")
+    open_step(step, "attend")
     if q.dim() != 3 or q.shape[1] % v.num_heads:
         raise LayoutError(f"q must be [T, Q, D] with Q a multiple of {v.num_heads} KV heads, got {list(q.shape)}")
     t, num_q, dim = step.total_tokens, q.shape[1], k[0].vector.dim if len(k) == 1 else sum(p.vector.dim for p in k)
-    check("q", q, (t, num_q, dim), "[T, Q, D]")
+    check("q", q, (t, num_q, dim), "[T, Q, D]", step.device)
     if out is None:
         out = torch.empty((t, num_q, v_dim), dtype=q.dtype, device=q.device)
     else:
-        check("out", out, (t, num_q, v_dim), "[T, Q, Dv]")
-    if options.sinks is not None and options.sinks.shape != (num_q,):
-        raise LayoutError(f"sinks must be [Q] = [{num_q}], got {list(options.sinks.shape)}")
-    if options.indices is not None and (options.indices.dtype != torch.int64 or options.indices.shape[0] != t):
-        raise LayoutError(
-            f"indices must be [T, K] int64 with T = {t}, got {list(options.indices.shape)} {options.indices.dtype}"
-        )
+        check("out", out, (t, num_q, v_dim), "[T, Q, Dv]", step.device)
+        if (t > 1 and not out.stride(0)) or (num_q > 1 and not out.stride(1)):
+            raise LayoutError(f"out must have a place for every row and head, got strides {out.stride()}; allocate it")
+    if not math.isfinite(options.scale) or not 0 <= options.softcap < math.inf:
+        raise LayoutError(f"scale must be finite and softcap positive, got {options.scale} and {options.softcap}")
+    if options.sinks is not None:
+        on_device("sinks", options.sinks, step.device)
+        if options.sinks.shape != (num_q,):
+            raise LayoutError(f"sinks must be [Q] = [{num_q}], got {list(options.sinks.shape)}")
+    if options.indices is not None:
+        check_slots("indices", options.indices, 2, step.device)
+        if options.indices.shape[0] != t:
+            raise LayoutError(f"indices must be [T, K] with T = {t}, got {list(options.indices.shape)}")
     lse = torch.empty((t, num_q), dtype=torch.float32, device=q.device) if return_lse else None
     backend.attend(q, k, v, v_dim, step, options, out, lse)
     return out, lse
+
+
+def read(backend: Backend, part: Part, slots: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Decode the tokens at `slots [n]` int64 of a part: `[n, H, D]` of a float type; zeros for -1.
+
+    Raises:
+        LayoutError: The slots are no list of slots, or the type is none that kernels write.
+    """
+    check_slots("slots", slots, 1, part.planes["data"].tensor.device)
+    if dtype not in _FLOATS:
+        raise LayoutError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    out = torch.empty((len(slots), part.num_heads, part.vector.dim), dtype=dtype, device=slots.device)
+    backend.read(part, slots, out)
+    return out
 
 
 def state_read(part: Part, shape: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
@@ -145,12 +191,11 @@ def score(
     Raises:
         LayoutError: A tensor does not fit.
     """
-    if not step.open:
-        raise LayoutError("score needs an open step; this one has ended")
+    open_step(step, "score")
     if q.dim() != 3 or topk < 1:
         raise LayoutError(f"score needs q [T, Hi, Di] and a positive topk, got {list(q.shape)} and {topk}")
-    check("q", q, (step.total_tokens, q.shape[1], part.vector.dim), "[T, Hi, Di]")
-    check("weights", weights, (step.total_tokens, q.shape[1]), "[T, Hi]")
+    check("q", q, (step.total_tokens, q.shape[1], part.vector.dim), "[T, Hi, Di]", step.device)
+    check("weights", weights, (step.total_tokens, q.shape[1]), "[T, Hi]", step.device)
     indices = torch.empty((step.total_tokens, topk), dtype=torch.int64, device=q.device)
     backend.score(q, weights, part, step, lifetime, indices)
     return indices

@@ -26,12 +26,15 @@ class Sequence:
         ledger: The ledger that keeps it.
         id: Its id there.
         watch: Told of it when it waits again, and when it is released.
+
+    Attributes:
+        released: Whether it has been released.
     """
 
-    __slots__ = ("_ledger", "_watch", "id", "released")
+    __slots__ = ("_watch", "id", "ledger", "released")
 
     def __init__(self, ledger: Ledger, id: int, watch: Watch | None = None) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._watch = watch
         self.id = id
         self.released = False
@@ -41,49 +44,49 @@ class Sequence:
 
     def __len__(self) -> int:
         """Known tokens, computed or not."""
-        return self._ledger.num_tokens(self.id)
+        return self.ledger.num_tokens(self.id)
 
     @property
     def tokens(self) -> list[int]:
         """Token ids, in order."""
-        return self._ledger.tokens(self.id)
+        return self.ledger.tokens(self.id)
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found in the prefix tree; 0 before the first step."""
-        return self._ledger.num_cached_tokens(self.id)
+        return self.ledger.num_cached_tokens(self.id)
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose keys and values are held."""
-        return self._ledger.num_computed_tokens(self.id)
+        return self.ledger.num_computed_tokens(self.id)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append known tokens, to be computed by the next step that names this sequence."""
-        self._ledger.append(self.id, list(token_ids))
+        self.ledger.append(self.id, list(token_ids))
 
     def rewind(self, num_tokens: int) -> None:
         """Forget the last `num_tokens` tokens; their blocks go back to the front of the free list."""
-        self._ledger.rewind(self.id, num_tokens)
+        self.ledger.rewind(self.id, num_tokens)
 
     def fork(self) -> Sequence:
         """Return a new sequence with the same tokens that shares all blocks."""
-        return Sequence(self._ledger, self._ledger.fork(self.id), self._watch)
+        return Sequence(self.ledger, self.ledger.fork(self.id), self._watch)
 
     def pause(self) -> None:
         """Hold nothing, but leave what is computed matchable; tiers below keep what is evicted of it."""
-        self._ledger.pause(self.id)
+        self.ledger.pause(self.id)
 
     def resume(self) -> None:
         """Wait for a step again; it finds what the device or a tier still has and computes the rest."""
-        self._ledger.resume(self.id)
+        self.ledger.resume(self.id)
         if self._watch is not None:
             self._watch.opened(self.id)
 
     def release(self, keep: bool = True) -> None:
         """Give the blocks back; `keep` leaves what is computed matchable. Doing it twice is no error."""
         if not self.released:
-            self._ledger.release(self.id, keep=keep)
+            self.ledger.release(self.id, keep=keep)
             self.released = True
             if self._watch is not None:
                 self._watch.released(self.id)

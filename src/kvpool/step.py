@@ -54,6 +54,7 @@ class StepBuffers:
 
     Attributes:
         root: The buffers whose tensors these are.
+        device: Where the tensors are.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class StepBuffers:
             self.root = self if share is None else share.root
         self.token_ids, self.positions, self.cu_seqlens, self.num_tokens, self.last_rows, self.sample_seqs = tensors[:6]
         self.groups = tuple(GroupTensors(*tensors[i : i + 5]) for i in range(6, len(tensors), 5))
+        self.device = self.token_ids.device
 
     def pad(self, num_sequences: int, num_tokens: int, num_samples: int, pad_to: tuple[int, int]) -> None:
         """Fill the rows behind a step with sequences of no token and tokens that are written nowhere.
@@ -118,6 +120,7 @@ class Step:
     Leaving it makes its tokens computed; an exception inside leaves every sequence as it was.
 
     Attributes:
+        device: Where its tensors are, and those of its calls must be.
         decision: What the ledger decided.
         num_sequences: S; of a padded step, what it is padded to.
         total_tokens: T; of a padded step, what it is padded to.
@@ -133,6 +136,7 @@ class Step:
         pad_to: tuple[int, int] | None = None,
     ) -> None:
         self.buffers = buffers
+        self.device = buffers.device
         self.decision = decision
         self.num_sequences = len(decision.sequences)
         self.total_tokens = int(decision.total_tokens)

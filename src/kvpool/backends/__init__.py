@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import torch
+
 from kvpool.backends.base import Attention, Backend
 from kvpool.errors import UnsupportedError
 
@@ -35,6 +37,8 @@ def get_backend(name: str, device: str, num_threads: int | None = None) -> Backe
         if not fitting:
             raise UnsupportedError(f"no backend may be chosen for device {device!r}; name one of {', '.join(BACKENDS)}")
         name = fitting[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"device {device!r} needs a GPU and a torch built for CUDA; here it must be 'cpu'")
     if name not in BACKENDS:
         raise UnsupportedError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     module, attribute, devices, _, threaded = BACKENDS[name]

@@ -135,7 +135,10 @@ class Ledger:
 
         Raises:
             OutOfBlocks: The prompt can never fit.
+            ValueError: A token id is no id, or `max_cached_tokens` is negative.
         """
+        if max_cached_tokens is not None and max_cached_tokens < 0:
+            raise ValueError(f"max_cached_tokens must not be negative, got {max_cached_tokens}; None is no limit")
         if retention:
             self._timed = self._timed or any(r.duration is not None for r in retention)
         sequence = self._core.open(
