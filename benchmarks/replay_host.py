@@ -1,6 +1,6 @@
 """Does a host tier of 4 times the device find as much as a device of 5 times the size, and what does it move?
 
-    python benchmarks/replay_host.py TRACE.jsonl [--blocks 1000] [--requests 4000] [--json FILE]
+    python benchmarks/replay_host.py TRACE.jsonl [--blocks 1000] [--requests N] [--json FILE]
 
 Requests of a Mooncake trace, one after another, 16 tokens an id, on whole caches with a tiny model: every decision and
 every copy is real, only the blocks are small. Bytes are given as blocks, for any block size.
@@ -29,7 +29,7 @@ def replay(trace: Path, requests: int, device_blocks: int, host_blocks: int) -> 
     )
     host = {"host_size": host_blocks * 4096} if host_blocks else {}
     cache = kv.KVCache(plan, backend="reference", **host)
-    hit = total = 0
+    hit = total = served = 0
     with trace.open() as lines:
         for line in islice(lines, requests):
             ids = json.loads(line)["hash_ids"]
@@ -41,19 +41,26 @@ def replay(trace: Path, requests: int, device_blocks: int, host_blocks: int) -> 
                     with cache.step([(sequence, len(tokens))]):
                         pass
                 hit, total = hit + sequence.num_cached_tokens, total + len(tokens) - 1
+                served += 1
     size = plan.groups[0].bytes_per_block
     tiers = {
         name: {"hits": t.hit, "blocks_down": t.written_bytes // size, "blocks_up": t.read_bytes // size}
         for name, t in cache.tier_stats().items()
     }
-    return {"device_blocks": device_blocks, "host_blocks": host_blocks, "hit_rate": hit / total, "tiers": tiers}
+    return {
+        "device_blocks": device_blocks,
+        "host_blocks": host_blocks,
+        "requests": served,
+        "hit_rate": hit / total,
+        "tiers": tiers,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--blocks", type=int, default=1000)
-    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--requests", type=int, default=1 << 30, help="first so many")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -65,7 +72,7 @@ def main() -> None:
     for row in rows:
         print(json.dumps(row))
     if args.json:
-        args.json.write_text(json.dumps({"requests": args.requests, "rows": rows}, indent=1))
+        args.json.write_text(json.dumps({"trace": args.trace.name, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.errors import PlanMismatch, TierError
-from kvpool.tiers import disk as disk_module
-from kvpool.tiers.base import Entry, Identity, Outcome, Pieces, Status
+from kvpool.tiers import writes as writes_module
+from kvpool.tiers.base import Entry, Identity, Outcome, Status
 from kvpool.tiers.directory import Directory
 from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.reading import Reading
 from kvpool.tiers.writer import WritableDirectory
 
 from . import blocks
@@ -182,13 +184,13 @@ def test_the_cap_holds_at_every_moment_and_survives_reopening_with_a_smaller_one
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Event:
     """Make every read take so long, until the event is set."""
     release = threading.Event()
-    read = Directory.read
+    fetch = Directory.fetch
 
-    def late(self: Directory, entry: Entry, pieces: Pieces) -> Outcome:
+    def late(self: Directory, run: Sequence[Reading]) -> None:
         release.wait(seconds)
-        return read(self, entry, pieces)
+        fetch(self, run)
 
-    monkeypatch.setattr(Directory, "read", late)
+    monkeypatch.setattr(Directory, "fetch", late)
     return release
 
 
@@ -226,9 +228,9 @@ def test_a_disk_that_never_answers_does_not_hold_close_up(tmp_path: Path, monkey
     release = threading.Event()
     append = WritableDirectory.append
 
-    def stuck(self: WritableDirectory, batch: list[tuple[Entry, Pieces]]) -> list[Outcome]:
+    def stuck(self: WritableDirectory, *arguments: Any) -> list[Outcome]:
         release.wait(30)
-        return append(self, batch)
+        return append(self, *arguments)
 
     monkeypatch.setattr(WritableDirectory, "append", stuck)
     tier = DiskTier(tmp_path, blocks.IDENTITY)
@@ -247,9 +249,9 @@ def test_a_full_queue_refuses_at_once_or_after_its_deadline(tmp_path: Path, monk
     release = threading.Event()
     append = WritableDirectory.append
 
-    def held(self: WritableDirectory, batch: list[tuple[Entry, Pieces]]) -> list[Outcome]:
+    def held(self: WritableDirectory, *arguments: Any) -> list[Outcome]:
         release.wait(30)
-        return append(self, batch)
+        return append(self, *arguments)
 
     monkeypatch.setattr(WritableDirectory, "append", held)
     tier = DiskTier(tmp_path, blocks.IDENTITY, max_pending_bytes=4 * blocks.BLOCK_BYTES[0])
@@ -316,7 +318,7 @@ def test_a_key_that_collides_never_shares_a_block(tmp_path: Path) -> None:
 
 
 def test_writes_are_tried_again_only_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_module, "RETRY_S", 0.2)
+    monkeypatch.setattr(writes_module, "RETRY_S", 0.2)
     broken = [True]
     pwritev = os.pwritev
 

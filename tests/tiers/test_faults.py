@@ -245,7 +245,7 @@ def small_disk(path: Path, size: int) -> Iterator[Callable[[], None]]:
 def test_a_full_disk_keeps_what_it_has_and_goes_on_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvpool.tiers.disk.RETRY_S", 0.1)
+    monkeypatch.setattr("kvpool.tiers.writes.RETRY_S", 0.1)
     with small_disk(tmp_path / "disk", 4 << 20) as make_room:
         tier = DiskTier(tmp_path / "disk", blocks.IDENTITY)
         kept: list[Entry] = []
@@ -278,14 +278,15 @@ sys.path[:0] = [{src!r}, {tests!r}]
 from tiers import blocks
 from tiers.conformance import get, put
 from kvpool.errors import TierError
-from kvpool.tiers import disk
+from kvpool.tiers import writes
+from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.base import Status
 from pathlib import Path
 if os.getuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
-disk.RETRY_S = 0.1
+writes.RETRY_S = 0.1
 path = {path!r}
-tier = disk.DiskTier(path, blocks.IDENTITY, size_bytes=16 << 20)
+tier = DiskTier(path, blocks.IDENTITY, size_bytes=16 << 20)
 kept = blocks.chain(1, 8)
 assert all(o.ok for o in put(tier, kept))
 os.chmod(path, 0o500)                       # no new segment can be made
@@ -299,13 +300,13 @@ import time; time.sleep(0.15)
 assert all(o.ok for o in put(tier, blocks.chain(99, 8)))
 tier.close()
 os.chmod(next(Path(path).glob("segment-*1.kvpool")), 0)   # the first segment cannot be read any more
-tier = disk.DiskTier(path, blocks.IDENTITY)
+tier = DiskTier(path, blocks.IDENTITY)
 assert any("Permission denied" in d.reason for d in tier.damage), tier.damage
 assert all(o.status is Status.MISS for o in get(tier, kept))
 tier.close()
 os.chmod(path, 0)
 try:
-    disk.DiskTier(path, blocks.IDENTITY)
+    DiskTier(path, blocks.IDENTITY)
 except TierError as error:
     assert "Permission denied" in str(error), error
     print("done")

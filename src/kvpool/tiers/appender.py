@@ -7,13 +7,14 @@ import errno
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 
 from kvpool.tiers.base import Batch, Pieces, memory, move, payload_bytes, reason
-from kvpool.tiers.segment import ALIGN, encode_record, header_bytes, padded, payload_checksum
+from kvpool.tiers.segment import ALIGN, encode_record, header_bytes, padded
 
 _log = logging.getLogger("kvpool.tiers.disk")
 #: One write covers at most about so many bytes: larger ones gain nothing, and a kill loses what one holds.
-WRITE_BYTES = 8 << 20
+WRITE_BYTES = 16 << 20
 #: The system takes at most 1024 ranges in a write.
 MAX_PIECES = 1000
 
@@ -67,8 +68,16 @@ class Appender:
         os.ftruncate(self._fd, offset)
         self._scratch = mmap.mmap(-1, ALIGN)
 
-    def write(self, batch: Batch, created_ns: int, *, is_drop: bool = False) -> list[tuple[int, int]]:
+    def write(
+        self, batch: Batch, checksums: Sequence[int], created_ns: int, *, is_drop: bool = False
+    ) -> list[tuple[int, int]]:
         """Append the records of a batch that `chunk` measured, in one write.
+
+        Args:
+            batch: Entries and their bytes.
+            checksums: `payload_checksum` of each.
+            created_ns: Time of writing.
+            is_drop: The records say that the blocks are gone.
 
         Returns:
             (offset, header bytes) of each.
@@ -86,16 +95,11 @@ class Appender:
         views: list[memoryview] = []
         places: list[tuple[int, int]] = []
         used, offset = 0, self.offset
-        for (entry, pieces), head, size, by_pieces in zip(batch, heads, sizes, straight, strict=True):
-            source = pieces
+        for (entry, pieces), crc, head, size, by_pieces in zip(batch, checksums, heads, sizes, straight, strict=True):
             if not by_pieces:
-                source = ((base + used + head, size),)
-                move(pieces, source)
-                pad = padded(size) - size
-                ctypes.memset(base + used + head + size, 0, pad)
-            raw = encode_record(
-                entry, self.segment_id, offset, created_ns, size, payload_checksum(source), is_drop=is_drop
-            )
+                move(pieces, ((base + used + head, size),))
+                ctypes.memset(base + used + head + size, 0, padded(size) - size)
+            raw = encode_record(entry, self.segment_id, offset, created_ns, size, crc, is_drop=is_drop)
             self._scratch[used : used + head] = raw
             views.append(memory(base + used, head))
             used += head

@@ -19,6 +19,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+from kvpool._native import copy_bytes
 from kvpool.errors import PlanMismatch, TierError
 
 #: Memory of a block, in order: `(address, bytes)` pairs. One for most groups, one a layer for a layer-first group.
@@ -393,5 +394,5 @@ def move(source: Pieces, target: Pieces) -> None:
                 out, room = next(outs)
                 continue
             step = min(size, room)
-            ctypes.memmove(out, address, step)
+            copy_bytes(out, address, step)
             address, out, size, room = address + step, out + step, size - step, room - step

@@ -12,67 +12,17 @@ import re
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.errors import TierError
-from kvpool.tiers.base import MISS, BlockId, Entry, Identity, Outcome, Pieces, Status, memory, payload_bytes, reason
+from kvpool.tiers.base import MISS, BlockId, Entry, Identity, Outcome, Pieces, Status, payload_bytes, reason
 from kvpool.tiers.order import EvictionOrder
-from kvpool.tiers.segment import (
-    DamagedError,
-    DamagedRange,
-    RecordHeader,
-    SegmentHeader,
-    decode_record,
-    padded,
-    payload_checksum,
-    read_header,
-    scan,
-)
+from kvpool.tiers.reading import Place, Reading, Segment, read_all
+from kvpool.tiers.segment import DamagedError, DamagedRange, RecordHeader, read_header, scan
 
 _log = logging.getLogger("kvpool.tiers.disk")
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kvpool")
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """One file.
-
-    Attributes:
-        scanned: End of what is known; later bytes are still to be looked at, or torn.
-        size: Of the file when it was last looked at.
-        live: Blocks whose newest copy is here.
-        drops: Blocks that a record here says are gone.
-        live_bytes: Bytes of their records.
-        users: Reads under way; the file is closed when it is retired and they are 0.
-    """
-
-    number: int
-    path: Path
-    fd: int
-    header: SegmentHeader
-    scanned: int
-    size: int = 0
-    live: set[BlockId] = field(default_factory=set)
-    drops: set[BlockId] = field(default_factory=set)
-    live_bytes: int = 0
-    users: int = 0
-    retired: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the newest copy of a block is."""
-
-    segment: Segment
-    offset: int
-    header_bytes: int
-    payload_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the record."""
-        return self.header_bytes + padded(self.payload_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +138,10 @@ class Directory:
         except Exception:
             os.close(fd)
             raise
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # a prefix lies in the order in which it is read
         segment = self._segments[number] = Segment(number, path, fd, header, header.num_bytes)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a scan looks at a page of each record
         self._scan(segment)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def _scan(self, segment: Segment) -> None:
         """Index what a file holds behind what is known of it. A torn end is left for the next look."""
@@ -247,45 +198,65 @@ class Directory:
 
         A damaged block is forgotten and reported. The memory may hold anything unless the outcome is HIT.
         """
+        reading = self.begin(entry, pieces)
+        if isinstance(reading, Outcome):
+            return reading
+        self.fetch([reading])
+        return self.finish(reading)
+
+    def position(self, block: BlockId) -> tuple[int, int]:
+        """Return where a block lies: blocks read in this order are read as fast as the files can be."""
+        place = self._index.get(block)
+        return (0, 0) if place is None else (place.segment.number, place.offset)
+
+    def begin(self, entry: Entry, pieces: Pieces) -> Reading | Outcome:
+        """Find a block and hold its file open, for `fetch` and `finish`; or say why it cannot be read."""
         with self._lock:
             place = self._index.get(entry.id)
             if place is None:
                 return MISS
+            size = payload_bytes(pieces)
+            if place.payload_bytes != size:
+                return Outcome(Status.MISMATCH, f"stored with {place.payload_bytes} bytes, {size} expected")
             place.segment.users += 1
+        return Reading(place, entry, pieces)
+
+    def fetch(self, run: Sequence[Reading]) -> None:
+        """Read blocks that lie one after another, in one call; `finish` says what came of each."""
+        if not run:
+            return
         try:
-            return self._read(place, entry, pieces)
+            read_all(run[0].place.segment.fd, [view for reading in run for view in reading.views], run[0].place.offset)
+        except DamagedError as error:  # the file ends before the last of them does
+            if len(run) == 1:
+                run[0].damage = str(error)
+            for reading in run if len(run) > 1 else ():
+                self.fetch([reading])
+        except OSError as error:
+            for reading in run:
+                reading.failure = f"{reading.place.segment.path}: {reason(error)}"
+
+    def finish(self, reading: Reading) -> Outcome:
+        """Verify what was fetched and let the file go."""
+        place = reading.place
+        try:
+            return reading.verify()
         except DamagedError as error:
             with self._lock:
-                if self._index.get(entry.id) is place:
-                    self._unindex(entry.id)
+                if self._index.get(reading.entry.id) is place:
+                    self._unindex(reading.entry.id)
                     self._report(place.segment.path.name, place.offset, str(error))
             return Outcome(Status.DAMAGED, str(error))
-        except OSError as error:
-            return Outcome(Status.FAILED, f"{place.segment.path}: {reason(error)}")
         finally:
-            with self._lock:
-                place.segment.users -= 1
-                if place.segment.retired and not place.segment.users:
-                    os.close(place.segment.fd)
+            self.leave(reading)
 
-    def _read(self, place: Place, entry: Entry, pieces: Pieces) -> Outcome:
-        if place.payload_bytes != payload_bytes(pieces):
-            return Outcome(
-                Status.MISMATCH, f"stored with {place.payload_bytes} bytes, {payload_bytes(pieces)} expected"
-            )
-        head = bytearray(place.header_bytes)
-        pad = bytearray(padded(place.payload_bytes) - place.payload_bytes)
-        views = [memoryview(head), *(memory(a, n) for a, n in pieces), memoryview(pad)]
-        read_all(place.segment.fd, views, place.offset)
-        record = decode_record(bytes(head), place.segment.header.segment_id, place.offset)
-        if record.payload_bytes != place.payload_bytes:
-            raise DamagedError(f"the record at {place.offset} changed its length")
-        fields = record.entry.differing(entry)
-        if fields:
-            return Outcome(Status.MISMATCH, f"stored with other {', '.join(fields)}")
-        if any(pad) or payload_checksum(pieces) != record.payload_crc:
-            raise DamagedError(f"the checksum of the block at {place.offset} is wrong")
-        return Outcome(Status.HIT)
+    def leave(self, reading: Reading) -> None:
+        """Let a file go again; `finish` does it too."""
+        with self._lock:
+            segment = reading.place.segment
+            segment.users -= 1
+            if segment.retired and not segment.users:
+                os.close(segment.fd)
 
     def records(self) -> Iterator[tuple[Segment, RecordHeader | DamagedRange]]:
         """Walk over every file as it is now, records that were superseded and damage included."""
@@ -331,21 +302,3 @@ class Directory:
         with self._lock:
             for segment in list(self._segments.values()):
                 self._retire(segment)
-
-
-def read_all(fd: int, views: list[memoryview], offset: int) -> None:
-    """Fill views from a file.
-
-    Raises:
-        DamagedError: The file ends before.
-    """
-    views = [view for view in views if len(view)]
-    while views:
-        done = os.preadv(fd, views, offset)
-        if not done:
-            raise DamagedError(f"the record at {offset} is cut off")
-        offset += done
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if done:
-            views[0] = views[0][done:]

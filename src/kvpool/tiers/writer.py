@@ -14,7 +14,8 @@ from pathlib import Path
 from kvpool.errors import TierError
 from kvpool.tiers.appender import WRITE_BYTES, Appender, chunk
 from kvpool.tiers.base import Batch, BlockId, Entry, Identity, Outcome, Pieces, Status, memory, payload_bytes, reason
-from kvpool.tiers.directory import Directory, Place, Segment, read_all
+from kvpool.tiers.directory import Directory
+from kvpool.tiers.reading import Place, Segment, read_all
 from kvpool.tiers.segment import DamagedError, SegmentHeader, decode_record, payload_checksum
 
 MAX_SEGMENT_BYTES = 256 << 20
@@ -70,8 +71,12 @@ class WritableDirectory(Directory):
 
     # --- appending ------------------------------------------------------------------------------------------
 
-    def append(self, batch: Batch) -> list[Outcome]:
+    def append(self, batch: Batch, checksums: Sequence[int] | None = None) -> list[Outcome]:
         """Write blocks at the end; a block that is there already counts as stored.
+
+        Args:
+            batch: Entries and their bytes.
+            checksums: `payload_checksum` of each, where the caller has them.
 
         Returns:
             STORED for what can be found from now on, REFUSED where the cap leaves no room, FAILED where the system
@@ -83,26 +88,32 @@ class WritableDirectory(Directory):
         while indexes:
             count, _ = chunk([batch[i] for i in indexes], self.segment_bytes)
             part, indexes = indexes[:count], indexes[count:]
-            outcome = self._append_chunk([batch[i] for i in part])
+            outcome = self._append_chunk(
+                [batch[i] for i in part], None if checksums is None else [checksums[i] for i in part]
+            )
             for i in part:
                 outcomes[i] = outcome
         return outcomes
 
-    def _append_chunk(self, batch: Batch) -> Outcome:
+    def _append_chunk(self, batch: Batch, checksums: Sequence[int] | None) -> Outcome:
         size = chunk(batch, self.segment_bytes)[1]
         try:
             if not self._make_room(size):
                 return Outcome(Status.REFUSED, f"{self.path} is full: {self.total_bytes} bytes of {self.size_bytes}")
-            self._write(batch)
+            self._write(batch, checksums)
         except OSError as error:
             return Outcome(Status.FAILED, f"{self.path}: {reason(error)}")
         return Outcome(Status.STORED)
 
-    def _write(self, batch: Batch, *, is_drop: bool = False, moving: bool = False) -> None:
+    def _write(
+        self, batch: Batch, checksums: Sequence[int] | None = None, *, is_drop: bool = False, moving: bool = False
+    ) -> None:
         """Write one chunk and index it. Raises OSError; nothing is changed then."""
         size = chunk(batch, self.segment_bytes)[1]
         end, segment = self._open_end(size)
-        places = end.write(batch, time.time_ns(), is_drop=is_drop)
+        if checksums is None:
+            checksums = [payload_checksum(pieces) for _, pieces in batch]
+        places = end.write(batch, checksums, time.time_ns(), is_drop=is_drop)
         with self._lock:
             segment.scanned = segment.size = end.offset
             for (entry, pieces), (offset, head) in zip(batch, places, strict=True):
