@@ -100,11 +100,10 @@ class KVCache(LayerAccess):
                 max_cached_tokens=max_cached_tokens,
             )
         )
-        if self._tiers is None:
-            return Sequence(self.ledger, handle)
-        below = self.below
-        below.opened(handle)
-        return Sequence(self.ledger, handle, below)
+        below = None if self._tiers is None else self.below
+        if below is not None:
+            below.opened(handle)
+        return Sequence(self.ledger, handle, below, self._elastic.retry)
 
     def step(
         self,
@@ -183,6 +182,7 @@ class KVCache(LayerAccess):
                     self._below.opened(admission.sequence)
         else:
             self.ledger.end_step(step.decision)
+        self._elastic.settle()
 
     def extend(self, step: Step, token_ids: torch.Tensor | SequenceOf[int]) -> None:
         """Append one token to every sequence the step has a sample for.
@@ -297,7 +297,10 @@ class KVCache(LayerAccess):
         return self.ledger.stats()
 
     def resize(self, budget: int | str) -> ResizeResult:
-        """Change the memory of the cache between steps: groups keep their shares, sequences and addresses stay.
+        """Change the memory of the cache: groups keep their shares, sequences and addresses stay.
+
+        Nothing moves under a step. With steps open the result says `waiting`; the resize happens when the last of them
+        ends, and `resized` says what it reached.
 
         Args:
             budget: Bytes or text such as `2GiB`; at most the plan's `max_budget`.
@@ -306,6 +309,11 @@ class KVCache(LayerAccess):
             PlanError: No addresses were reserved for so much, or it holds no block of some group.
         """
         return self._elastic.resize(budget)
+
+    @property
+    def resized(self) -> ResizeResult | None:
+        """What the last `resize` reached; None before the first was carried out."""
+        return self._elastic.resized
 
     def check(self) -> None:
         """Verify every invariant of the ledger; raises `KVError` naming the first that fails."""

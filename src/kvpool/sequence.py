@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Protocol
 
@@ -19,6 +19,10 @@ class Watch(Protocol):
         """A sequence is gone."""
 
 
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
 class Sequence:
     """One sequence of a cache. Release it, or use it as a context manager.
 
@@ -26,16 +30,24 @@ class Sequence:
         ledger: The ledger that keeps it.
         id: Its id there.
         watch: Told of it when it waits again, and when it is released.
+        make_room: Does something that a group may have too few blocks for, after others have given theirs where needed.
 
     Attributes:
         released: Whether it has been released.
     """
 
-    __slots__ = ("_watch", "id", "ledger", "released")
+    __slots__ = ("_make_room", "_watch", "id", "ledger", "released")
 
-    def __init__(self, ledger: Ledger, id: int, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        id: int,
+        watch: Watch | None = None,
+        make_room: Callable[[Callable[[], None]], None] = _at_once,
+    ) -> None:
         self.ledger = ledger
         self._watch = watch
+        self._make_room = make_room
         self.id = id
         self.released = False
 
@@ -63,7 +75,8 @@ class Sequence:
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append known tokens, to be computed by the next step that names this sequence."""
-        self.ledger.append(self.id, list(token_ids))
+        ids = list(token_ids)
+        self._make_room(lambda: self.ledger.append(self.id, ids))
 
     def rewind(self, num_tokens: int) -> None:
         """Forget the last `num_tokens` tokens; their blocks go back to the front of the free list."""
@@ -71,7 +84,7 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """Return a new sequence with the same tokens that shares all blocks."""
-        return Sequence(self.ledger, self.ledger.fork(self.id), self._watch)
+        return Sequence(self.ledger, self.ledger.fork(self.id), self._watch, self._make_room)
 
     def pause(self) -> None:
         """Hold nothing, but leave what is computed matchable; tiers below keep what is evicted of it."""

@@ -12,7 +12,7 @@ from kvpool.step import Step
 from .world import Fault, Live, Storm, attends
 
 #: How sharp an aimed query is: its target's logit; all others are far below, so the answer is one value.
-AIM = 100.0
+AIM = 160.0
 Rows = list[tuple[Live, int, int]]  # sequence, first token, tokens: one a table row
 
 

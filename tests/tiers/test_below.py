@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -68,16 +69,22 @@ class World:
     def step(self, *seqs: Sequence, salt: str | None = None, most: int = 1000) -> list[int]:
         """Compute what is not there; returns how many tokens each sequence computed (0 when it dropped out)."""
         with self.cache.step([(seq, most) for seq in seqs]) as step:
-            rows, links = {}, []
-            for handle, count in zip(step.sequences, step.num_tokens.tolist(), strict=True):
-                seq = next(s for s in seqs if s.id == handle)
-                first = int(step.positions[len(links)])
-                links += self.links(seq, salt)[first : first + count]
-                rows[handle] = count
-            for layer in range(len(self.spec.layers) if links else 0):
-                k, v = self.vectors(layer, links)
-                self.cache.write(layer, step, k, v)
+            rows = self.write(step, *seqs, salt=salt)
         return [rows.get(seq.id, 0) for seq in seqs]
+
+    def write(self, step: kv.Step, *seqs: Sequence, salt: str | None = None) -> dict[int, int]:
+        """Write what a step computes; returns its tokens by sequence."""
+        rows: dict[int, int] = {}
+        links: list[int] = []
+        for handle, count in zip(step.sequences, step.num_tokens.tolist(), strict=True):
+            seq = next(s for s in seqs if s.id == handle)
+            first = int(step.positions[len(links)])
+            links += self.links(seq, salt)[first : first + count]
+            rows[handle] = count
+        for layer in range(len(self.spec.layers) if links else 0):
+            k, v = self.vectors(layer, links)
+            self.cache.write(layer, step, k, v)
+        return rows
 
     def verify(self, seq: Sequence, salt: str | None = None) -> None:
         """Read all layers of a sequence and compare every vector it still sees."""
@@ -260,13 +267,13 @@ def test_rotated_and_plain_caches_never_exchange_blocks(tmp_path: Path) -> None:
 
 def slow_reads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Event:
     release = threading.Event()
-    read = Directory.read
+    fetch = Directory.fetch
 
-    def late(self: Directory, *arguments: Any) -> Any:
+    def late(self: Directory, *arguments: Any) -> None:
         release.wait(seconds)
-        return read(self, *arguments)
+        fetch(self, *arguments)
 
-    monkeypatch.setattr(Directory, "read", late)
+    monkeypatch.setattr(Directory, "fetch", late)
     return release
 
 
@@ -439,8 +446,34 @@ def test_100000_operations_over_all_tiers_read_what_was_written(tmp_path: Path) 
     storm(tmp_path, 100_000)
 
 
+def change(rng: random.Random, seq: Sequence, live: list[Sequence]) -> None:
+    """Pause and resume a sequence, let it grow, fork it, or take tokens back."""
+    what = rng.randrange(4)
+    if what == 0:
+        seq.pause()
+        seq.resume()
+    elif what == 1:
+        seq.extend([rng.randrange(5) for _ in range(rng.randrange(1, 6))])
+    elif what == 2 and len(live) < 4:
+        live.append(seq.fork())
+    elif what == 3 and seq.num_computed_tokens > 2:
+        seq.rewind(rng.randrange(1, min(6, seq.num_computed_tokens)))
+
+
+def resize(rng: random.Random, world: World, live: list[Sequence]) -> None:
+    """Less memory, or all of it again; now and then while a step is open."""
+    budget = int(world.plan.budget_bytes * rng.choice([0.5, 0.8, 1.0, 1.0]))
+    ready = [seq for seq in live if seq.num_computed_tokens < len(seq)]
+    if not ready or rng.random() < 0.5:
+        world.cache.resize(budget)
+        return
+    with contextlib.suppress(kv.OutOfBlocks), world.cache.step([(ready[0], 1000)]) as step:
+        assert world.cache.resize(budget).waiting
+        world.write(step, ready[0])
+
+
 def storm(path: Path, operations: int) -> None:
-    """Open, step, fork, rewind, pause, flush, close and open again; prompts share prefixes; all reads are verified."""
+    """Open, step, fork, rewind, pause, resize, flush, close, open again; prompts share prefixes; all reads verified."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
@@ -473,16 +506,13 @@ def storm(path: Path, operations: int) -> None:
                 world.step(*some, most=rng.choice([3, 1000]))
             except kv.OutOfBlocks:
                 live.pop(rng.randrange(len(live))).release()
-        elif choice < 0.8 and live:
-            seq = rng.choice(live)
-            if rng.random() < 0.5:
-                seq.pause()
-                seq.resume()
-            else:
-                seq.extend([rng.randrange(5) for _ in range(rng.randrange(1, 6))])
-        elif choice < 0.97 and live:
+        elif choice < 0.82 and live:
+            change(rng, rng.choice(live), live)
+        elif choice < 0.96 and live:
             world.verify(rng.choice(live))
             live.pop(rng.randrange(len(live))).release()
+        elif choice < 0.97:
+            resize(rng, world, live)
         elif choice < 0.985:
             world.cache.flush()
         elif choice < 0.99:

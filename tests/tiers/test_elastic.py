@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import time
@@ -110,12 +111,47 @@ def test_a_pinned_block_stops_a_shrink_and_is_named() -> None:
     assert again.committed_bytes <= 60_000
 
 
-def test_nothing_moves_under_an_open_step() -> None:
+def test_a_resize_waits_for_every_open_step_and_moves_nothing_under_them() -> None:
+    world = Roomy(WINDOW, budget=1 << 20)
+    world.fill(1, 30)
+    before = world.cache._elastic.num_blocks
+    first, second = world.open([1, 2, 3]), world.open([7, 8, 9, 10])
+    one, two = world.cache.step([(first, 3)]), world.cache.step([(second, 4)])
+    with one:
+        world.write(one, first)
+        assert world.cache.resize(800_000).waiting
+    with two:
+        world.write(two, second)
+        asked = world.cache.resize(500_000)  # the last one counts
+        assert asked.waiting
+        assert asked.budget_bytes == 1 << 20
+        assert world.cache._elastic.num_blocks == before
+        assert world.cache.resized is None
+    done = world.cache.resized
+    assert done is not None
+    assert not done.waiting
+    assert done.committed_bytes <= done.budget_bytes == 500_000
+    assert world.cache._elastic.num_blocks == done.num_blocks != before
+    world.verify(first)
+    world.verify(second)
+    world.cache.check()
+    first.release()
+    second.release()
+
+
+def test_a_resize_that_waits_is_carried_out_after_a_step_that_failed_too() -> None:
     world = Roomy(WINDOW, budget=1 << 20)
     seq = world.open([1, 2, 3])
-    with world.cache.step([(seq, 3)]), pytest.raises(kv.PlanError, match="a step is open"):
-        world.cache.resize(500_000)
+    with contextlib.suppress(ZeroDivisionError), world.cache.step([(seq, 3)]):
+        assert world.cache.resize(500_000).waiting
+        raise ZeroDivisionError
+    assert world.cache.resized is not None
+    assert world.cache.resized.budget_bytes == 500_000
+    assert world.step(seq) == [3]
+    world.verify(seq)
     seq.release()
+    with pytest.raises(kv.PlanError, match="max_budget"), world.cache.step([(world.open([5]), 1)]):
+        world.cache.resize(1 << 40)
 
 
 #: Tokens computed at once: a window needs room for them beside what it sees.
@@ -177,3 +213,16 @@ def test_one_budget_serves_short_and_long_sequences_as_well_as_a_split_made_for_
     assert len(seen) > 2
     assert first not in seen or len(seen) > 3
     assert world.addresses() == before
+
+
+def test_a_sequence_may_grow_into_what_another_group_gives_up() -> None:
+    world = Roomy(WINDOW, budget=1 << 20)
+    with world.open(list(range(100))) as seq:
+        world.step(seq)
+        full = next(g for g, group in enumerate(world.plan.groups) if group.name == "full")
+        world.cache._elastic._shrink(full, 1)
+        more = world.cache._elastic.num_blocks[full] * N - len(seq) + 1
+        seq.extend(range(max(more, 1)))
+        world.step(seq)
+        world.verify(seq)
+    world.cache.check()

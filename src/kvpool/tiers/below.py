@@ -19,7 +19,8 @@ from kvpool.tiers.base import TierStats, pack_tokens
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.host import HostTier
 from kvpool.tiers.identity import block_identity
-from kvpool.tiers.transfer import Chain, Load, Transfer
+from kvpool.tiers.loads import Chain, Load
+from kvpool.tiers.transfer import Transfer
 
 Items = list[tuple[int, int]]
 #: Host memory in front of a disk when none was asked for: the disk reads and writes host memory only.

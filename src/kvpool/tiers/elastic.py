@@ -32,12 +32,14 @@ class ResizeResult:
         committed_bytes: What they commit.
         num_blocks: Blocks of each group.
         stopped_by: By group: a pinned block that could not move, and kept the group longer than asked.
+        waiting: True when steps are open: nothing was done yet, and the resize happens as the last of them ends.
     """
 
     budget_bytes: int
     committed_bytes: int
     num_blocks: tuple[int, ...]
     stopped_by: dict[str, int]
+    waiting: bool = False
 
 
 class Elastic:
@@ -50,6 +52,9 @@ class Elastic:
         backend: Copies blocks that move.
         save: Keeps what is evicted before its memory is used again.
         busy: Says whether a step is open; nothing moves then.
+
+    Attributes:
+        resized: What the last resize reached; None before the first.
 
     Invariants: committed bytes of all groups never exceed the budget; ledger and slabs agree on every group's blocks.
     """
@@ -66,6 +71,8 @@ class Elastic:
         self.plan = plan
         self.budget_bytes = plan.budget_bytes
         self.num_moved_blocks = 0
+        self.resized: ResizeResult | None = None
+        self._wanted_bytes: int | None = None
         self._ledger, self._pools, self._backend = ledger, pools, backend
         self._save, self._busy = save, busy
 
@@ -80,14 +87,12 @@ class Elastic:
         return sum(slab.committed_bytes for slab in self._pools.slabs)
 
     def resize(self, budget: int | str) -> ResizeResult:
-        """Change the budget; every group keeps its share. Between steps.
+        """Change the budget; every group keeps its share. With steps open, `settle` does it when they have ended.
 
         Raises:
             PlanError: No addresses were reserved for so much, or it holds no block of some group.
         """
         size = parse_bytes(budget)
-        if self._busy():
-            raise PlanError("a step is open, and what it uses cannot move; end it, then resize")
         if size > self.plan.max_budget_bytes:
             raise PlanError(
                 f"a budget of {size} bytes is above max_budget, {self.plan.max_budget_bytes}, for which addresses were"
@@ -96,6 +101,17 @@ class Elastic:
         least = sum(self._bytes(g, 1) for g in range(len(self.plan.groups)))
         if size < least:
             raise PlanError(f"a budget of {size} bytes holds no block of every group; give at least {least}")
+        self._wanted_bytes = size
+        self.settle()
+        if self._wanted_bytes is None and self.resized is not None:
+            return self.resized
+        return ResizeResult(self.budget_bytes, self.committed_bytes, self.num_blocks, {}, waiting=True)
+
+    def settle(self) -> None:
+        """Carry out the last resize that was asked for, unless that is done or steps are open still."""
+        if self._wanted_bytes is None or self._busy():
+            return
+        size, self._wanted_bytes = self._wanted_bytes, None
         targets = self._targets(size)
         stopped = {}
         for group, target in enumerate(targets):
@@ -106,7 +122,7 @@ class Elastic:
         self.budget_bytes = max(size, self.committed_bytes)
         for group, target in enumerate(targets):
             self._grow(group, target - self.num_blocks[group])
-        return ResizeResult(self.budget_bytes, self.committed_bytes, self.num_blocks, stopped)
+        self.resized = ResizeResult(self.budget_bytes, self.committed_bytes, self.num_blocks, stopped)
 
     def retry(self, work: Callable[[], T]) -> T:
         """Do something that takes blocks; where they are missing, move memory between groups and try again."""

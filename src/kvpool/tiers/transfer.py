@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from kvpool.errors import TierError
 from kvpool.ledger.decisions import Evicted
@@ -22,6 +21,8 @@ from kvpool.pools import Pools
 from kvpool.tiers.base import BlockId, Entry, Outcome, Pieces, Status, Tier, TierStats, pack_tokens, payload_bytes
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.host import HostTier
+from kvpool.tiers.lengths import first_needed, longest
+from kvpool.tiers.loads import Chain, Fetch, Load
 from kvpool.tiers.value import HitValue
 
 #: Blocks of a lower priority are not kept when they are evicted (TensorRT-LLM's default).
@@ -33,73 +34,6 @@ BYTES_PER_S = 200e6
 CLEAR_S = 30.0
 #: Blocks a flush copies at once.
 FLUSH_BLOCKS = 32
-
-
-@dataclass(frozen=True)
-class Chain:
-    """The whole blocks of a prompt, in order.
-
-    Attributes:
-        keys: The ledger's identity keys.
-        tokens: Packed token ids of each block.
-        extras: What else the keys depend on, of each block.
-    """
-
-    keys: Sequence[bytes]
-    tokens: Sequence[bytes]
-    extras: Sequence[bytes]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """A block on its way from disk into a reserved place of the host tier; several loads may want it.
-
-    Attributes:
-        arrived: None while under way.
-        loads: Loads that want it; it stays pinned until they are all let go.
-    """
-
-    block: BlockId
-    arrived: bool | None = None
-    loads: int = 1
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """Blocks of one prompt that are being brought into the host tier and held there.
-
-    Attributes:
-        chain: What is loaded.
-        first: Blocks before are on the device.
-        pinned: Blocks held in the host tier by this load.
-        fetches: Blocks on their way from disk.
-        deadline: After it, what has not come is missed.
-    """
-
-    chain: Chain
-    first: int
-    deadline: float
-    pinned: set[BlockId] = field(default_factory=set)
-    fetches: dict[BlockId, _Fetch] = field(default_factory=dict)
-
-    @property
-    def ready(self) -> bool:
-        """True when nothing is under way any more."""
-        return all(fetch.arrived is not None for fetch in self.fetches.values())
-
-    @property
-    def late(self) -> bool:
-        """True when the deadline has passed and something is still under way."""
-        return time.monotonic() >= self.deadline and not self.ready
-
-    def holds(self, block: BlockId, *, at_best: bool = False) -> bool:
-        """True when a block is in the host tier and stays there for this load; `at_best` also when it may come."""
-        fetch = self.fetches.get(block)
-        arrived = fetch is not None and (fetch.arrived is True or (at_best and fetch.arrived is None))
-        return arrived or block in self.pinned
 
 
 class Transfer:
@@ -132,7 +66,7 @@ class Transfer:
         self.value = HitValue()
         self._slabs = pools.slabs
         self._condition = threading.Condition()
-        self._fetches: dict[BlockId, _Fetch] = {}
+        self._fetches: dict[BlockId, Fetch] = {}
         #: Blocks of the host tier that the disk has not taken yet.
         self._unsaved: dict[BlockId, None] = {}
 
@@ -140,7 +74,9 @@ class Transfer:
 
     def find(self, chain: Chain, on_device: int) -> int:
         """Return how many leading blocks could be had, with the first `on_device` of them from the device."""
-        return self._longest(on_device, [self._have(group, chain) for group in range(len(self.plan.groups))])
+        return longest(
+            self.plan.groups, on_device, [self._have(group, chain) for group in range(len(self.plan.groups))]
+        )
 
     def start(self, chain: Chain, on_device: int) -> Load | None:
         """Begin to bring what `find` found into the host tier, and hold it there; None when there is nothing."""
@@ -150,7 +86,7 @@ class Transfer:
         wanted = [
             self._entry(group, chain, index)
             for group in range(len(self.plan.groups))
-            for index in range(self._first(group, count, on_device), count)
+            for index in range(first_needed(self.plan.groups[group], count, on_device), count)
         ]
         load = Load(chain, on_device, time.monotonic() + LATENCY_S)
         from_disk: list[tuple[Entry, Pieces]] = []
@@ -175,7 +111,7 @@ class Transfer:
         """Return how many leading blocks a load brings, as far as it has come; `at_best` counts what is under way."""
         keys = load.chain.keys
         have = [[load.holds((g, key), at_best=at_best) for key in keys] for g in range(len(self.plan.groups))]
-        return self._longest(load.first, have)
+        return longest(self.plan.groups, load.first, have)
 
     def let_go(self, load: Load) -> None:
         """End a load: its blocks may be given up again, and what is still under way is nobody's."""
@@ -324,10 +260,10 @@ class Transfer:
                 return None
             place = self.host.reserve(entry, self.plan.groups[entry.group].bytes_per_block)
             if place is not None:
-                self._fetches[entry.id] = load.fetches[entry.id] = _Fetch(entry.id)
+                self._fetches[entry.id] = load.fetches[entry.id] = Fetch(entry.id)
             return place
 
-    def _arrived(self, fetch: _Fetch, outcome: Outcome) -> None:
+    def _arrived(self, fetch: Fetch, outcome: Outcome) -> None:
         """Take what the disk says of a block; called by its workers."""
         with self._condition:
             if outcome.ok:
@@ -339,7 +275,7 @@ class Transfer:
             self._end_fetch(fetch)
             self._condition.notify_all()
 
-    def _end_fetch(self, fetch: _Fetch) -> None:
+    def _end_fetch(self, fetch: Fetch) -> None:
         if fetch.arrived and not fetch.loads:
             self.host.unpin(fetch.block)
 
@@ -374,49 +310,3 @@ class Transfer:
             have = [a or b for a, b in zip(have, self.disk.exists(ids), strict=True)]
         with self._condition:
             return [h or block in self._fetches for h, block in zip(have, ids, strict=True)]
-
-    def _first(self, group: int, count: int, start: int) -> int:
-        """Return the first block that must come for a length of `count` blocks, with `start` on the device.
-
-        As the ledger has it: what a window or chunk does not see need not come; a group with sinks skips it only when
-        the sinks are on the device.
-        """
-        life = self.plan.groups[group].lifetime
-        n = self._tokens(group)
-        if life is None or self._reads_all(group) or -(-life.sink_tokens // n) > start:
-            return start
-        if life.window is not None:
-            return max(start, max(0, count * n - life.window + 1) // n)
-        chunk = life.chunk or 1
-        return max(start, count * n // chunk * chunk // n)
-
-    def _reads_all(self, group: int) -> bool:
-        """True for a group whose tokens are read for ever."""
-        life = self.plan.groups[group].lifetime
-        return life is None or (life.window is None and life.chunk is None)
-
-    def _longest(self, start: int, have: Sequence[Sequence[bool]]) -> int:
-        """Return the longest length all of whose blocks from `start` on are there, in every group at once."""
-        length = min((_run(row, start) for g, row in enumerate(have) if self._reads_all(g)), default=len(have[0]))
-        runs = [_runs(row, start) for row in have]
-        for count in range(length, start, -1):
-            if all(run[count - 1] >= count - self._first(g, count, start) for g, run in enumerate(runs)):
-                return count
-        return start
-
-
-def _run(have: Sequence[bool], start: int) -> int:
-    """Return where the run of true values that begins at `start` ends."""
-    end = start
-    while end < len(have) and have[end]:
-        end += 1
-    return end
-
-
-def _runs(have: Sequence[bool], start: int) -> list[int]:
-    """Return, for each place, how many true values end there, counted from `start` on."""
-    runs, length = [], 0
-    for index, value in enumerate(have):
-        length = length + 1 if value and index >= start else 0
-        runs.append(length)
-    return runs
