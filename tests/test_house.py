@@ -23,7 +23,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: The floors, lowest first. Units of a floor do not see each other; `a < b` lets b see a, `a b` does not.
 FLOORS = """
-errors < dtypes _native
+errors < dtypes log _native
 layout codecs
 kinds < families < spec
 plan

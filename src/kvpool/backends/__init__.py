@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 
 import torch
 
+from kvpool import log
 from kvpool.backends.base import Attention, Backend
 from kvpool.errors import UnsupportedError
 
 __all__ = ["BACKENDS", "Attention", "Backend", "get_backend"]
+
+_log = logging.getLogger("kvpool.backends")
 
 #: Backend name -> (module, class, device types it runs on, may `auto` choose it, has threads of its own), best first.
 BACKENDS: dict[str, tuple[str, str, tuple[str, ...], bool, bool]] = {
@@ -37,6 +41,7 @@ def get_backend(name: str, device: str, num_threads: int | None = None) -> Backe
         if not fitting:
             raise UnsupportedError(f"no backend may be chosen for device {device!r}; name one of {', '.join(BACKENDS)}")
         name = fitting[0]
+        log.say(_log, logging.INFO, "backend", chosen=name, why=f"the best for {kind}; name one to have another")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(f"device {device!r} needs a GPU and a torch built for CUDA; here it must be 'cpu'")
     if name not in BACKENDS:

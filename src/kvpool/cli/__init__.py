@@ -27,9 +27,12 @@ def usage() -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run `kvpool COMMAND ...`; a `KVError` becomes one line and exit code 2."""
+    import os
+
     import typer
 
     import kvpool
+    from kvpool import log
     from kvpool.errors import KVError
 
     given = sys.argv[1:] if arguments is None else arguments
@@ -51,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         app = command
     try:
+        log.configure(os.environ.get("KVPOOL_LOG"), default="info" if name == "serve" else "warning")
         app(args=given[1:], prog_name=f"kvpool {name}")
     except KVError as error:
         print(f"kvpool: {error}", file=sys.stderr)

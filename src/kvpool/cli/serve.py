@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import sys
 from typing import Annotated
 
 import typer
 
+from kvpool import log
 from kvpool.errors import UnsupportedError
+
+_log = logging.getLogger("kvpool.serve")
 
 
 def serve(
@@ -47,6 +52,7 @@ def serve(
 
     if threads:
         torch.set_num_threads(threads)
+    print(f"loading {model or 'the embedded model'} as {dtype}", file=sys.stderr, flush=True)
     network, tokenizer = load_model(model, dtype)
     plan = kv.make_plan(
         kv.CacheSpec.from_config(network.config),
@@ -68,4 +74,16 @@ def serve(
         request_timeout_s=request_timeout or None,
         drain_s=drain,
     )
-    uvicorn.run(server.app(), host=host, port=port, log_level="info", access_log=False)
+    config = uvicorn.Config(server.app(), host=host, port=port, log_level="warning", access_log=False)
+
+    class Listener(uvicorn.Server):
+        """Says where it listens once it does."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            for listener in self.servers:
+                for bound in listener.sockets:
+                    at, chosen = bound.getsockname()[:2]
+                    log.say(_log, logging.INFO, "listening", host=at, port=chosen, model=server.model_name)
+
+    Listener(config).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvpool import log
 from kvpool.cache import KVCache
 from kvpool.engine.detokenizer import Detokenizer
 from kvpool.engine.graphs import DecodeGraphs
@@ -20,13 +22,17 @@ from kvpool.errors import KVError, OutOfBlocks
 from kvpool.plan import Plan
 from kvpool.transformers import PackedCache, register_attention
 
+_log = logging.getLogger("kvpool.engine")
+
 
 @dataclass(slots=True)
 class Timing:
     """Rows and seconds since the engine was made.
 
     Attributes:
-        scheduler_s: Time outside the model's forward: scheduling, ledger, sampling, text.
+        scheduler_s: Seconds of this thread's CPU for scheduling, the ledger, text and events.
+        forward_s: The same for the model's forward, attention included.
+        sampling_s: The same for choosing tokens from logits.
         peak_blocks: Most blocks used at once, by group.
     """
 
@@ -36,6 +42,8 @@ class Timing:
     decode_tokens: int = 0
     decode_s: float = 0.0
     scheduler_s: float = 0.0
+    forward_s: float = 0.0
+    sampling_s: float = 0.0
     peak_blocks: tuple[int, ...] = ()
 
 
@@ -78,6 +86,8 @@ class Engine:
         replay = self.cache.backend.replayable and torch.device(self.cache.device).type == "cuda"
         self._graphs = DecodeGraphs(self._packed.forward, plan.max_sequences) if replay else None
         self._clock = clock
+        #: Called after every step that computed something, with its share of `Timing.scheduler_s`.
+        self.on_step: Callable[[float], None] | None = None
         self._requests: dict[int, Request] = {}
         self._pending: list[Event] = []
         self._next_id = 0
@@ -140,19 +150,7 @@ class Engine:
         if request is None or not request.finish_reason:
             raise KVError(f"request {request_id} is {'unknown' if request is None else 'still running'}")
         del self._requests[request_id]
-        first, last, count = request.first_token_s, request.last_token_s, len(request.token_ids)
-        return Answer(
-            prompt_tokens=len(request.prompt_ids),
-            cached_tokens=request.cached_tokens,
-            computed_tokens=request.computed_tokens,
-            token_ids=request.token_ids,
-            text=request.detokenizer.text,
-            finish_reason=request.finish_reason,
-            error=request.error,
-            num_preemptions=request.num_preemptions,
-            time_to_first_token_s=None if first is None else first - request.arrived_s,
-            time_between_tokens_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),
-        )
+        return request.answer()
 
     @property
     def idle(self) -> bool:
@@ -163,7 +161,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Run one forward pass and return what came of it."""
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         self._expire()
         items = self._schedule()
         if items:
@@ -171,21 +169,25 @@ class Engine:
             pad_to = self._graphs.pad_to([tokens for _, tokens in items]) if self._graphs else None
             pairs = [(r.sequence, tokens) for r, tokens in items if r.sequence is not None]
             with self.cache.step(pairs, pad_to=pad_to) as step:
-                before = time.perf_counter()
+                before = time.thread_time()
                 logits = self._graphs.forward(step) if self._graphs else self._packed.forward(step)
-                forward_s = time.perf_counter() - before
+                forward_s = time.thread_time() - before
+            now = self._clock()
             num_tokens = step.buffers.arrays.num_tokens[: len(step.sequences)].tolist()
             for sequence, rows in zip(step.sequences, num_tokens, strict=True):
                 request = by_sequence[sequence]
                 request.computed_tokens += rows
-                if not request.admitted and request.sequence is not None:
-                    request.admitted, request.cached_tokens = True, request.sequence.num_cached_tokens
+                if not request.admitted:
+                    request.admit(now)
             sampled = [by_sequence[sequence] for sequence in step.decision.sampled]
+            before = time.thread_time()
             ids = sample(logits, [r.sampler for r in sampled])
+            sampling_s = time.thread_time() - before
             self.cache.extend(step, ids)
             for request, token in zip(sampled, ids, strict=True):
                 self._take(request, token)
-            self._count(step.decision.total_tokens, len(ids), time.perf_counter() - started, forward_s)
+            self._count(step.decision.total_tokens, len(ids), time.perf_counter() - started)
+            self._share(time.thread_time() - cpu_started, forward_s, sampling_s)
         events, self._pending = self._pending, []
         return events
 
@@ -253,17 +255,52 @@ class Engine:
         self.scheduler.remove(request)
         request.finish_reason, request.error = reason, error
         self._pending.append(Event(request.id, token, text + request.detokenizer.finish(), reason, error))
+        if _log.isEnabledFor(logging.INFO):
+            _log_request(request)
 
-    def _count(self, computed: int, sampled: int, seconds: float, forward_s: float) -> None:
+    def _share(self, total_s: float, forward_s: float, sampling_s: float) -> None:
+        """Add up whose CPU time a step was."""
+        timing, scheduler_s = self.timing, total_s - forward_s - sampling_s
+        timing.forward_s += forward_s
+        timing.sampling_s += sampling_s
+        timing.scheduler_s += scheduler_s
+        if self.on_step:
+            self.on_step(scheduler_s)
+
+    def _count(self, computed: int, sampled: int, seconds: float) -> None:
         timing = self.timing
         timing.num_steps += 1
-        timing.scheduler_s += seconds - forward_s
         if computed > sampled:
             timing.prefill_tokens, timing.prefill_s = timing.prefill_tokens + computed, timing.prefill_s + seconds
         else:
             timing.decode_tokens, timing.decode_s = timing.decode_tokens + computed, timing.decode_s + seconds
         used = [group.used for group in self.cache.stats().groups]
         timing.peak_blocks = tuple(map(max, used, timing.peak_blocks or used))
+
+
+def _log_request(request: Request) -> None:
+    answer = request.answer()
+    log.say(
+        _log,
+        logging.INFO,
+        "request",
+        id=request.id,
+        reason=answer.finish_reason,
+        prompt=answer.prompt_tokens,
+        cached=answer.cached_tokens,
+        computed=answer.computed_tokens,
+        recomputed=answer.recomputed_tokens,
+        generated=len(answer.token_ids),
+        preemptions=answer.num_preemptions,
+        waited_ms=_milliseconds(answer.waited_s),
+        first_token_ms=_milliseconds(answer.time_to_first_token_s),
+        between_tokens_ms=_milliseconds(answer.time_between_tokens_s),
+        **({"error": answer.error} if answer.error else {}),
+    )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

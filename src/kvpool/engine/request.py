@@ -53,6 +53,9 @@ class Request:
         sequence: Its sequence in the cache; None while it waits without one.
         cached_tokens: Prompt tokens found in the prefix tree when it was first admitted.
         computed_tokens: Rows computed for it, over all admissions.
+        recomputed_tokens: How many of those preemption cost: what was computed before and not found again. Negative
+            when others had computed more of the same meanwhile.
+        lost_tokens: Computed tokens it gave back at its last preemption, until it is admitted again.
         num_preemptions: How often it gave its blocks back to others.
         finish_reason: `stop`, `length`, `abort`, `deadline` or `error`; empty while it runs.
     """
@@ -67,13 +70,51 @@ class Request:
     sequence: Sequence | None = None
     token_ids: list[int] = field(default_factory=list)
     admitted: bool = False
+    admitted_s: float | None = None
     cached_tokens: int = 0
     computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    lost_tokens: int = 0
     num_preemptions: int = 0
     first_token_s: float | None = None
     last_token_s: float | None = None
     finish_reason: str = ""
     error: str = ""
+
+    def admit(self, now: float) -> None:
+        """Note what its sequence found, in the step that admitted it."""
+        assert self.sequence is not None
+        found = self.sequence.num_cached_tokens
+        if self.admitted_s is None:
+            self.admitted_s, self.cached_tokens = now, found
+        else:
+            self.recomputed_tokens += self.lost_tokens - found
+        self.admitted, self.lost_tokens = True, 0
+
+    def preempt(self) -> None:
+        """Note that its sequence gives its blocks back."""
+        assert self.sequence is not None
+        self.lost_tokens = self.sequence.num_computed_tokens
+        self.admitted = False
+        self.num_preemptions += 1
+
+    def answer(self) -> Answer:
+        """Return what it cost and gave so far."""
+        first, last, count = self.first_token_s, self.last_token_s, len(self.token_ids)
+        return Answer(
+            prompt_tokens=len(self.prompt_ids),
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            token_ids=self.token_ids,
+            text=self.detokenizer.text,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            num_preemptions=self.num_preemptions,
+            waited_s=None if self.admitted_s is None else self.admitted_s - self.arrived_s,
+            time_to_first_token_s=None if first is None else first - self.arrived_s,
+            time_between_tokens_s=None if first is None or last is None or count < 2 else (last - first) / (count - 1),
+        )
 
     @property
     def order(self) -> tuple[int, int]:
@@ -107,10 +148,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished request.
+    """A finished request. In tokens: `computed = prompt - cached + recomputed + generated - 1`, if nothing cut it off.
 
     Attributes:
+        cached_tokens: Prompt tokens that were found when it was first admitted.
+        computed_tokens: Rows computed for it.
+        recomputed_tokens: Rows that preemption cost.
         text: What was generated, without special tokens and stop texts.
+        waited_s: From arrival to admission; None when it was never admitted.
         time_to_first_token_s: From arrival; None when there was none.
         time_between_tokens_s: Mean, over all but the first.
     """
@@ -118,10 +163,12 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
+    recomputed_tokens: int
     token_ids: list[int]
     text: str
     finish_reason: str
     error: str
     num_preemptions: int
+    waited_s: float | None
     time_to_first_token_s: float | None
     time_between_tokens_s: float | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvpool.errors import KVError
@@ -37,6 +38,10 @@ class Sampling:
 GREEDY = Sampling()
 
 
+#: A nucleus (top_p) is looked for among so many best tokens first.
+_NUCLEUS = 256
+
+
 class Sampler:
     """Samples one request, reproducibly: equal seeds give equal tokens whatever else is in the batch."""
 
@@ -50,24 +55,69 @@ class Sampler:
 
     def __call__(self, logits: torch.Tensor) -> int:
         """Choose a token from `logits [vocabulary]`."""
-        chosen = self.sampling
-        if chosen.temperature == 0:
-            return int(logits.argmax())
-        scaled = logits.float().cpu() / chosen.temperature  # the generator is the CPU's
-        values, order = scaled.sort(descending=True, stable=True)
-        keep = torch.ones_like(values, dtype=torch.bool)
-        if chosen.top_k:
-            keep[chosen.top_k :] = False
-        if chosen.top_p < 1:
-            probability = values.masked_fill(~keep, float("-inf")).softmax(-1)
-            keep &= probability.cumsum(-1) - probability < chosen.top_p  # the best token always stays
-        probability = values.masked_fill(~keep, float("-inf")).softmax(-1)
-        return int(order[torch.multinomial(probability, 1, generator=self._generator)])
+        if self.sampling.temperature == 0:
+            return best(logits[None])[0]
+        ids, probabilities = distribution(logits, self.sampling)
+        below = probabilities.cumsum(0)
+        drawn = torch.rand(1, generator=self._generator) * below[-1]
+        place = min(int(torch.searchsorted(below, drawn, right=True)), len(below) - 1)
+        return place if ids is None else int(ids[place])
+
+
+def distribution(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the tokens that may be drawn and their weights, which need not sum to one.
+
+    No vocabulary is sorted, which takes milliseconds, only the best tokens; the values of all where these do not do.
+
+    Args:
+        logits: `[vocabulary]`.
+        sampling: With a temperature above 0.
+
+    Returns:
+        `(ids, weights)`; ids None stands for all tokens in order.
+    """
+    scaled = logits.float().cpu() / sampling.temperature  # the generator is the CPU's
+    if sampling.top_k and sampling.top_k < len(scaled):
+        values, ids = scaled.topk(sampling.top_k)
+        weights = values.softmax(-1)
+    else:
+        weights = scaled.softmax(-1)
+        if sampling.top_p == 1:
+            return None, weights
+        ids = None
+    if sampling.top_p == 1:
+        return ids, weights
+    kept, order = weights.topk(min(_NUCLEUS, len(weights)))
+    keep = int((kept.cumsum(0) - kept < sampling.top_p).sum())  # the best token always stays
+    if keep == len(kept) < len(weights):
+        order = _nucleus(weights, sampling.top_p)
+        kept, keep = weights[order], len(order)
+    return (order if ids is None else ids[order])[:keep], kept[:keep]
+
+
+def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Return the fewest tokens that have this probability together, of equal ones the first; only values are sorted."""
+    values = weights.numpy()
+    falling = np.sort(values)[::-1]
+    keep = int((np.cumsum(falling) - falling < top_p).sum())
+    least = falling[keep - 1]
+    above = np.flatnonzero(values > least)
+    return torch.from_numpy(np.concatenate([above, np.flatnonzero(values == least)[: keep - len(above)]]))
+
+
+def best(logits: torch.Tensor) -> list[int]:
+    """Return the best token of every row of `logits [S, vocabulary]`; the first of equals."""
+    if logits.device.type == "cpu":  # numpy looks at many numbers at once where torch looks at one
+        found: list[int] = logits.float().numpy().argmax(-1).tolist()
+    else:
+        found = logits.argmax(-1).tolist()
+    return found
 
 
 def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[int]:
     """Choose one token for each row of `logits [S, vocabulary]`; greedy rows in one call."""
-    if all(s.sampling.temperature == 0 for s in samplers):
-        best: list[int] = logits.argmax(-1).tolist()
-        return best
-    return [sampler(row) for sampler, row in zip(samplers, logits, strict=True)]
+    chosen = best(logits)
+    for row, sampler in enumerate(samplers):
+        if sampler.sampling.temperature > 0:
+            chosen[row] = sampler(logits[row])
+    return chosen

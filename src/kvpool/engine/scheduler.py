@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Iterator
 
+from kvpool import log
 from kvpool.cache import KVCache
 from kvpool.engine.request import Request
 from kvpool.errors import OutOfBlocks
+
+_log = logging.getLogger("kvpool.engine")
 
 
 class Scheduler:
@@ -92,8 +96,9 @@ class Scheduler:
             )
         self._full = True
         self.running.remove(victim)
+        victim.preempt()
+        log.say(_log, logging.DEBUG, "preempt", id=victim.id, tokens=victim.lost_tokens, running=len(self.running))
         victim.sequence.release(keep=True)
-        victim.num_preemptions += 1
         self._open(victim)
         bisect.insort(self.waiting, victim, key=lambda r: r.order)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -17,10 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvpool import log
 from kvpool.engine import Answer
 from kvpool.serve.metrics import Metrics
 from kvpool.serve.requests import Ask, BadRequest, read_ask
 from kvpool.serve.worker import Busy, Ticket, Update, Worker
+
+_log = logging.getLogger("kvpool.serve")
 
 #: Largest body taken.
 MAX_BODY_BYTES = 8 << 20
@@ -77,7 +81,9 @@ class Server:
             deadline = time.monotonic() + self.drain_s
             while self.worker.num_open and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
+            log.say(_log, logging.INFO, "stopping", open_requests=self.worker.num_open)
             await asyncio.to_thread(self.worker.stop)
+            log.say(_log, logging.INFO, "stopped")
 
         return Starlette(
             routes=[
@@ -318,6 +324,6 @@ async def read_body(request: Request) -> Any:
     except ClientDisconnect:
         raise BadRequest("the client left before its body was read", status=499) from None
     try:
-        return json.loads(b"".join(chunks))
+        return json.loads(b"".join(chunks).decode())
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from None

@@ -11,6 +11,8 @@ from kvpool.engine import Answer, Engine
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
+_STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05)
+
 
 class Metrics:
     """Counters of one engine. `observe` runs on the engine's thread; `render` anywhere.
@@ -31,6 +33,18 @@ class Metrics:
         self._between = Histogram(
             "kvpool:time_per_output_token_seconds", "Mean of a request", buckets=_SECONDS, registry=r
         )
+        self._waited = Histogram(
+            "kvpool:request_queue_time_seconds", "From arrival to admission", buckets=_SECONDS, registry=r
+        )
+        self._preemptions = Counter("kvpool:num_preemptions", "Requests that gave their blocks back", registry=r)
+        self._recomputed = Counter("kvpool:recomputed_tokens", "Rows that preemption cost", registry=r)
+        self._scheduler = Histogram(
+            "kvpool:scheduler_cpu_seconds",
+            "CPU time of a step, without model and sampling",
+            buckets=_STEP_SECONDS,
+            registry=r,
+        )
+        engine.on_step = self._scheduler.observe
         self.registry.register(self)
 
     def observe(self, answer: Answer) -> None:
@@ -39,6 +53,10 @@ class Metrics:
         self._prompt.inc(answer.prompt_tokens)
         self._cached.inc(answer.cached_tokens)
         self._generated.inc(len(answer.token_ids))
+        self._preemptions.inc(answer.num_preemptions)
+        self._recomputed.inc(max(answer.recomputed_tokens, 0))
+        if answer.waited_s is not None:
+            self._waited.observe(answer.waited_s)
         if answer.time_to_first_token_s is not None:
             self._first.observe(answer.time_to_first_token_s)
         if answer.time_between_tokens_s is not None:
@@ -46,7 +64,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Read the engine's state, for the registry."""
-        stats, scheduler = self._engine.cache.stats(), self._engine.scheduler
+        stats, scheduler, timing = self._engine.cache.stats(), self._engine.scheduler, self._engine.timing
         blocks = GaugeMetricFamily("kvpool:blocks", "Blocks by what they hold", labels=["group", "state"])
         for plan, group in zip(self._engine.cache.plan.groups, stats.groups, strict=True):
             for state in ("used", "cached", "free"):
@@ -63,9 +81,11 @@ class Metrics:
             "prefix_cache_hits": ("Prompt tokens found at admission", stats.hit_tokens),
             "prefix_cache_queries": ("Prompt tokens looked for", stats.hit_tokens + stats.missed_tokens),
             "evicted_blocks": ("Cached blocks given to others", stats.evicted_blocks),
-            "engine_steps": ("Forward passes", self._engine.timing.num_steps),
-            "prefill_tokens_computed": ("Rows of prefill steps", self._engine.timing.prefill_tokens),
-            "decode_tokens_computed": ("Rows of decode steps", self._engine.timing.decode_tokens),
+            "forward_cpu_seconds": ("CPU time of the engine's thread in the model", timing.forward_s),
+            "sampling_cpu_seconds": ("CPU time of the engine's thread for choosing tokens", timing.sampling_s),
+            "engine_steps": ("Forward passes", timing.num_steps),
+            "prefill_tokens_computed": ("Rows of prefill steps", timing.prefill_tokens),
+            "decode_tokens_computed": ("Rows of decode steps", timing.decode_tokens),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"kvpool:{name}", text, value)

@@ -104,6 +104,9 @@ def read_params(body: dict[str, Any], *, salt: str | None, deadline_s: float | N
     texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or len(texts) > 4 or any(not isinstance(t, str) or not t for t in texts):
         raise BadRequest(f"stop must be a text or a list of at most four, none empty, got {stop!r}", "stop")
+    if body.get("timeout") is not None:
+        asked = _number(body, "timeout", 0.0, 1e-3, 86400.0)
+        deadline_s = asked if deadline_s is None else min(asked, deadline_s)
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     seed = body.get("seed")
     return Params(

@@ -13,7 +13,7 @@ from typing import Any
 from kvpool.engine import Answer, Engine, Event, Params
 from kvpool.errors import KVError
 
-log = logging.getLogger("kvpool.serve")
+_log = logging.getLogger("kvpool.serve")
 
 
 class Busy(KVError):
@@ -150,7 +150,7 @@ class Worker:
                 for event in self.engine.step():
                     self._deliver(event)
         except BaseException as error:
-            log.exception("the engine failed")
+            _log.exception("the engine failed")
             self.failure = error
         for request in list(self._tickets):
             self.engine.abort(request)
