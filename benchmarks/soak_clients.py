@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import openai
 
 NAME = "soak"
@@ -92,7 +93,11 @@ class Clients:
     def __init__(self, url: str, port: int, traffic: Traffic, record: Record) -> None:
         self.url, self.port, self.traffic, self.record = url, port, traffic, record
         self.bursting = False
-        self.openai = openai.AsyncOpenAI(base_url=url + "/v1", api_key="soak", max_retries=0, timeout=TIMEOUT_S)
+        # A connection is not used again for longer than the server surely keeps it: neither side has to try twice.
+        http = openai.DefaultAsyncHttpxClient(limits=httpx.Limits(keepalive_expiry=5.0))
+        self.openai = openai.AsyncOpenAI(
+            base_url=url + "/v1", api_key="soak", max_retries=0, timeout=TIMEOUT_S, http_client=http
+        )
 
     async def come(self, kind: str) -> None:
         """One client, from beginning to end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvpool.transformers import PagedCache
 
@@ -19,12 +20,15 @@ NEAR_TIE = 1e-4
 LOGIT_TOLERANCE = 2e-3
 
 
+#: What this version of transformers calls the cache of a forward and of `generate`.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
 def generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: object, **options: Any) -> Any:
     torch.manual_seed(0)
     options = {"max_new_tokens": 12, "do_sample": False, **options}
-    return model.generate(
-        ids, attention_mask=mask, cache=cache, output_logits=True, return_dict_in_generate=True, **options
-    )
+    options |= {CACHE: cache, "attention_mask": mask}
+    return model.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
 
 
 def generate_alone(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: None, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import check_same, counted_attends, generate
+from harness import CACHE, check_same, counted_attends, generate
 from tiny_models import prompts, tiny
 from transformers import PreTrainedModel
 
@@ -55,7 +55,7 @@ def test_prompt_lookup_accepts_and_crops(family: str, mode: str) -> None:
     cache = paged(model, mode)
     for _ in range(2):
         got = model.generate(
-            ids, attention_mask=mask, cache=cache, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=5
+            ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=5
         )
         assert torch.equal(want, got)
     cache.cache.check()
@@ -69,7 +69,7 @@ def test_assisted_decoding_gives_the_same_tokens(mode: str) -> None:
     cache = paged(model, mode)
     for _ in range(2):
         got = model.generate(
-            ids, attention_mask=mask, cache=cache, assistant_model=assistant, max_new_tokens=24, do_sample=False
+            ids, attention_mask=mask, **{CACHE: cache}, assistant_model=assistant, max_new_tokens=24, do_sample=False
         )
         assert torch.equal(want, got)
     cache.cache.check()
@@ -79,7 +79,7 @@ def test_a_second_assisted_call_reuses_a_long_prompt() -> None:
     model = tiny("llama")
     ids, mask = prompts([200])
     cache = paged(model, "kernel")
-    options = {"attention_mask": mask, "cache": cache, "max_new_tokens": 8, "do_sample": False}
+    options = {"attention_mask": mask, CACHE: cache, "max_new_tokens": 8, "do_sample": False}
     first = model.generate(ids, prompt_lookup_num_tokens=4, **options)
     seen = cache.cache.stats().hit_tokens
     second = model.generate(ids, prompt_lookup_num_tokens=4, **options)
@@ -105,12 +105,12 @@ def test_a_crop_behind_a_window_computes_again_what_is_gone() -> None:
     given = torch.cat([ids[:, :34], torch.tensor([[5]])], 1)
     with torch.no_grad():
         for column in range(64):
-            model(ids[:, column : column + 1], cache=cache)
+            model(ids[:, column : column + 1], **{CACHE: cache})
         before = cache.rows.sequences[0]
         cache.crop(-30)
         assert cache.rows.sequences[0] is not before, "its window's blocks were given to later tokens"
         n = cache.begin(given)
-        got = model(given[:, -n:], position_ids=torch.arange(35 - n, 35)[None], cache=cache).logits[:, -1]
+        got = model(given[:, -n:], position_ids=torch.arange(35 - n, 35)[None], **{CACHE: cache}).logits[:, -1]
         want = model(given).logits[:, -1]
     torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
     cache.cache.check()

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from harness import check_same, generate, recorded_steps
+from harness import CACHE, check_same, generate, recorded_steps
 from tiny_models import prompts, tiny
 
 from kvpool.errors import KVError, LayoutError, OutOfBlocks, UnsupportedError
@@ -46,7 +46,7 @@ def test_a_model_called_directly_goes_on_from_what_is_held() -> None:
     cache = PagedCache(model, budget="1MiB", backend="cpu")
     with torch.no_grad():
         want = model(ids).logits
-        parts = [model(part, cache=cache, use_cache=True).logits for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:])]
+        parts = [model(part, **{CACHE: cache}, use_cache=True).logits for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:])]
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-3)
     assert cache.get_seq_length() == 30
 
@@ -58,13 +58,13 @@ def test_begin_says_how_many_columns_are_left_to_compute() -> None:
     assert cache.begin(ids, mask) == 48
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        model(ids, attention_mask=mask, position_ids=positions, cache=cache)
+        model(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     more = torch.cat([ids, prompts([5, 5], seed=2)[0]], 1)
     longer = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], 1)
     assert cache.begin(more, longer) == 5
     assert cache.get_seq_length() == 48
     with pytest.raises(LayoutError, match=r"computes \[2, 5\] ids, the model was given \[2, 53\]"):
-        model(more, attention_mask=longer, cache=cache)
+        model(more, attention_mask=longer, **{CACHE: cache})
 
 
 def test_a_failed_forward_can_be_repeated() -> None:
@@ -153,7 +153,7 @@ def test_embeddings_and_unknown_modes_are_refused() -> None:
     cache = PagedCache(model, budget="1MiB", backend="cpu")
     embeds = model.get_input_embeddings()(prompts([9])[0])
     with pytest.raises(UnsupportedError, match="pass input_ids"):
-        model.generate(inputs_embeds=embeds, cache=cache, max_new_tokens=2)
+        model.generate(inputs_embeds=embeds, **{CACHE: cache}, max_new_tokens=2)
 
 
 def test_a_model_with_attention_of_its_own_is_gathered_for_or_refused() -> None:

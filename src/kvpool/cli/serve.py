@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import sys
@@ -74,7 +75,11 @@ def serve(
         request_timeout_s=request_timeout or None,
         drain_s=drain,
     )
-    config = uvicorn.Config(server.app(), host=host, port=port, log_level="warning", access_log=False)
+    gc.collect()
+    gc.freeze()  # what lives now lives as long as the server: no collection need look at it again
+    config = uvicorn.Config(
+        server.app(), host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=60
+    )
 
     class Listener(uvicorn.Server):
         """Says where it listens once it does."""

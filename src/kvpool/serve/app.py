@@ -106,7 +106,7 @@ class Server:
 
     async def show_metrics(self, request: Request) -> Response:
         """Prometheus text."""
-        return Response(await asyncio.to_thread(self.metrics.render), media_type="text/plain; version=0.0.4")
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
     def _card(self) -> dict[str, Any]:
         return {"id": self.model_name, "object": "model", "created": self.created, "owned_by": "kvpool"}

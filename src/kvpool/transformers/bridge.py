@@ -74,6 +74,11 @@ def cache_of(kwargs: dict[str, Any]) -> object:
     return kwargs.get("past_key_values") if cache is None else cache
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return what a model calls its cache: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class Bridge:
     """One a model: hooks, attention implementation and the wrapped `prepare_inputs_for_generation`.
 
@@ -137,7 +142,7 @@ class Bridge:
         def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
             model = reference()
             original = functools.partial(getattr(type(model), _PREPARE), model) if previous is None else previous
-            cache = kwargs.get("cache")
+            cache = cache_of(kwargs)
             if not isinstance(cache, HostedCache):
                 inputs: dict[str, Any] = original(*args, **kwargs)
                 return inputs
@@ -147,7 +152,7 @@ class Bridge:
             kwargs["next_sequence_length"] = cache.prepare(ids, kwargs.get("attention_mask"))
             without_mask = not cache.needs_mask
             inputs = original(*args, **kwargs)
-            if inputs.get("cache") is not cache:
+            if cache_of(inputs) is not cache:
                 cache.abort()
                 raise UnsupportedError(
                     f"{type(model).__name__} throws its cache away at this length (it changes its rotary embedding);"

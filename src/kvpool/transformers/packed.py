@@ -46,7 +46,7 @@ class PackedCache(StepCache):
             output = self.model(
                 input_ids=step.token_ids[None],
                 position_ids=step.positions[None].long(),
-                cache=self,
+                **{self._argument: self},
                 use_cache=True,
                 logits_to_keep=(step.last_rows if rows is None else rows).long(),
             )

@@ -169,7 +169,7 @@ class PagedCache(StepCache):
             self._set_step(step, DenseMap(1, step.total_tokens), [sequence], first + step.total_tokens)
             optional = {"position_ids": step.positions[None].long(), "logits_to_keep": 1}
             given = {name: value for name, value in optional.items() if name in self._arguments}
-            self.model(input_ids=step.token_ids[None].clone(), cache=self, use_cache=True, **given)
+            self.model(input_ids=step.token_ids[None].clone(), use_cache=True, **{self._argument: self}, **given)
 
     def _begin_step(self) -> int:
         rows = [row for row in self.rows.sequences if row is not None]

@@ -13,7 +13,7 @@ from kvpool.cache import KVCache
 from kvpool.errors import KVError, SpecError, UnsupportedError
 from kvpool.kinds import LatentKind
 from kvpool.step import Step
-from kvpool.transformers.bridge import Bridge, HostedCache
+from kvpool.transformers.bridge import Bridge, HostedCache, cache_argument
 from kvpool.transformers.dense import DenseMap
 from kvpool.transformers.layers import StateLayer, make_layer
 
@@ -44,6 +44,7 @@ class StepCache(HostedCache, Cache):
         # Recurrent models run aligned columns without padding; of their layers only dense attention asks for more.
         self.needs_mask = not self._states or (gathers and not all(self.is_linear))
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
+        self._argument = cache_argument(model)
         self._stored: int | None = None  # the layer written last: the next attention call is its
 
     def _open(self) -> tuple[Step, DenseMap]:
