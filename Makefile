@@ -1,7 +1,7 @@
 # `make run`    set up everything, then the main job on the embedded model
 # `make test`   the same set-up, then the tests
 # `make check`  lint, types, quick tests
-# also: build, lint, types, slow, gpu, lock, clean, distclean. Running any twice is quick.
+# also: build, lint, types, sanitize, slow, gpu, lock, clean, distclean. Running any twice is quick.
 
 VENV := .venv
 PYTHON_VENV := $(VENV)/bin/python
@@ -9,7 +9,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 PACKAGES := $(VENV)/.packages
 NATIVE_SOURCES = $(shell find native -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: run test check build lint types slow gpu lock clean distclean
+.PHONY: run test check build lint types sanitize slow gpu lock clean distclean
 
 run: build
 	$(VENV)/bin/kvpool run
@@ -19,6 +19,11 @@ test: build
 
 check: lint types build
 	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model"
+
+# The kernels under the address and undefined-behaviour sanitizers.
+sanitize: $(PACKAGES) build/build.ninja
+	@$(BIN)/cmake --build build --target native_tests
+	build/native_tests
 
 slow: build
 	$(PYTHON_VENV) -m pytest -m "slow and not gpu"

@@ -289,36 +289,27 @@ inline int lines_each(const Panels& b, int calls) {
   return static_cast<int>(lines / calls) + 1;
 }
 
-// The scores of rows [r0, r0 + n) against the tiles of the step.
+// The factors of a key part for tile t of the step; null when all are 1.
+inline const float* key_factors(const Panels& b, const KeyPart& part, int t) {
+  return part.factor < 0 ? nullptr : b.factors + part.factor * kStepTokens + t * kTile;
+}
+
+// The scores of n rows, whose queries begin at `q`, against the tiles of the step.
 template <class Product>
-inline void score_chunk(Work& w, Panels& b, const uint16_t* q, int n, int lines) {
-  const int64_t panel = int64_t{b.k_inner} / 2 * kPanelColumns;
+inline void score_chunk(Work&, Panels& b, const uint16_t* q, int n, int lines) {
   for (int t = 0; t < b.num_tiles; ++t)
     for (int i = 0; i < b.num_keys; ++i) {
       const KeyPart& part = b.keys[i];
-      const float* factor = part.factor < 0 ? nullptr : b.factors + part.factor * kStepTokens + t * kTile;
-      float* s = b.s + t * kTile;
-      if (b.direct) {
-        Product::dots(q + part.q_at, b.q_pitch, n, b.decoded[t][0].row, w.k_dim, s, kStepTokens, factor, i > 0, b.ahead,
-                      lines);
-        continue;
-      }
       b.ahead.fetch(lines);
-      Product::multiply(q + part.q_at, b.q_pitch, n, b.k_panels + t * panel + int64_t{part.k_at} / 2 * kPanelColumns,
-                        part.pairs, s, kStepTokens, kPanelColumns, factor, i > 0);
+      Product::multiply(q + part.q_at, b.q_pitch, n,
+                        b.k_panels + (int64_t{t} * b.k_inner + part.k_at) / 2 * kPanelColumns, part.pairs,
+                        b.s + t * kTile, kStepTokens, kPanelColumns, key_factors(b, part, t), i > 0);
     }
 }
 
 // Adds probabilities times values to the outputs `o` of n rows.
 template <class Product>
 inline void add_chunk(Work& w, Panels& b, float* o, int n, int lines) {
-  if (b.direct) {
-    const uint16_t* rows[kStepTokens];
-    for (int t = 0; t < b.num_tiles; ++t)
-      std::memcpy(rows + t * kTile, b.decoded[t][w.shares_kv() ? 0 : 2].row, sizeof b.decoded[t][0].row);
-    Product::add_rows(b.p, kStepTokens, n, rows, b.num_tiles * kTile, w.args->v_dim, o, w.v_pitch, b.ahead, lines);
-    return;
-  }
   for (int j = 0; j < b.num_values; ++j)
     for (int d = b.values[j].begin; d < b.values[j].end; d += kPanelColumns) {
       b.ahead.fetch(lines);
@@ -328,18 +319,42 @@ inline void add_chunk(Work& w, Panels& b, float* o, int n, int lines) {
     }
 }
 
+// The same two on rows of tokens where they lie.
+template <class Product>
+inline void score_rows(Work& w, Panels& b, const uint16_t* q, int n, int lines) {
+  for (int t = 0; t < b.num_tiles; ++t)
+    for (int i = 0; i < b.num_keys; ++i)
+      Product::dots(q + b.keys[i].q_at, b.q_pitch, n, b.decoded[t][0].row, w.k_dim, b.s + t * kTile, kStepTokens,
+                    key_factors(b, b.keys[i], t), i > 0, b.ahead, lines);
+}
+
+template <class Product>
+inline void add_rows(Work& w, Panels& b, float* o, int n, int lines) {
+  const uint16_t* rows[kStepTokens];
+  for (int t = 0; t < b.num_tiles; ++t)
+    std::memcpy(rows + t * kTile, b.decoded[t][w.shares_kv() ? 0 : 2].row, sizeof b.decoded[t][0].row);
+  Product::add_rows(b.p, kStepTokens, n, rows, b.num_tiles * kTile, w.args->v_dim, o, w.v_pitch, b.ahead, lines);
+}
+
 // Works on the tiles taken with all rows of head h.
 template <class Product>
 inline void work_step(Work& w, Panels& b, int h) {
   if (b.num_tiles == 0) return;
   const int64_t rows = round_up(w.rows, Product::kRows);
   const int chunks = (w.rows + Product::kChunk - 1) / Product::kChunk;
-  const int calls = b.direct ? Product::direct_calls(w.rows, b.num_tiles * kTile, w.args->v_dim)
-                             : chunks * (b.num_tiles * b.num_keys + w.v_pitch / kPanelColumns);
+  int calls = chunks * (b.num_tiles * b.num_keys + w.v_pitch / kPanelColumns);
+  auto score = score_chunk<Product>;
+  auto add = add_chunk<Product>;
+  if constexpr (Product::kDirectRows > 0)
+    if (b.direct) {
+      calls = Product::direct_calls(w.rows, b.num_tiles * kTile, w.args->v_dim);
+      score = score_rows<Product>;
+      add = add_rows<Product>;
+    }
   const int lines = lines_each(b, calls);
   for (int r0 = 0; r0 < w.rows; r0 += Product::kChunk) {
     const int n = imin(Product::kChunk, w.rows - r0);
-    score_chunk<Product>(w, b, b.q + (h * rows + r0) * b.q_pitch, n, lines);
+    score(w, b, b.q + (h * rows + r0) * b.q_pitch, n, lines);
     for (int r = 0; r < n; ++r) {
       const int64_t at = int64_t{h} * w.rows + r0 + r;
       uint64_t seen[kStepTiles];
@@ -348,7 +363,7 @@ inline void work_step(Work& w, Panels& b, int h) {
       softmax(w, b, b.s + r * kStepTokens, seen, Product::kChunk, b.p + r * kStepTokens, w.m[at], w.l[at],
               w.output(h, r0 + r));
     }
-    add_chunk<Product>(w, b, w.output(h, r0), n, lines);
+    add(w, b, w.output(h, r0), n, lines);
   }
   b.num_tiles = 0;
 }
@@ -387,6 +402,10 @@ inline bool fits_panels(const AttendArgs& a) {
   for (int j = 0, begin = 0; j < a.v->num_segments && begin < a.v_dim; begin += a.v->segments[j], ++j)
     if (begin % kPanelColumns != 0) return false;
   return true;
+}
+
+inline int rows_of_item(const AttendArgs& a, int item) {
+  return (a.step->items[item].row_end - a.step->items[item].row_begin) * (a.num_q_heads / a.k[0]->num_heads);
 }
 
 template <class Product>

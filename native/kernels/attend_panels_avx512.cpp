@@ -182,9 +182,7 @@ bool fits_panels_avx512(const AttendArgs& a) { return fits_panels(a); }
 
 // Few rows of formats it takes are the decode kernel's.
 void attend_panels_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
-  const WorkItem& work = a.step->items[item];
-  const int rows = (work.row_end - work.row_begin) * (a.num_q_heads / a.k[0]->num_heads);
-  if (rows <= kDotRows && fits_bf16_avx512(a)) return attend_bf16_avx512(a, item, head_block, scratch);
+  if (rows_of_item(a, item) <= kDotRows && fits_bf16_avx512(a)) return attend_bf16_avx512(a, item, head_block, scratch);
   attend_panels<Dots>(a, item, head_block, scratch);
 }
 

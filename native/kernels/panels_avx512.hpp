@@ -100,17 +100,20 @@ struct Ahead {
     tile.num_runs = run = 0;
   }
 
+  // False when nothing is left to name.
   bool more() {
     if (run < tile.num_runs) return true;
-    run = token = 0;
-    line = 0;
-    if (++store >= num_stores) {
-      store = 0;
-      if (next >= end) return false;
-      tile_of_blocks(*args, *stores[0], sequence, next, span(0, end - next), tile);
+    if (store + 1 == num_stores) {
+      tile.num_runs = 0;
+      if (next < end) tile_of_blocks(*args, *stores[0], sequence, next, span(0, end - next), tile);
       next += kTile;
       if (tile.num_runs == 0) return false;
+      store = 0;
+    } else {
+      ++store;
     }
+    run = token = 0;
+    line = 0;
     const Store& s = *stores[store];
     // All containers of a row: the head's next token, or the next head, is never nearer than they reach.
     const int64_t bytes = s.data.stride_n < s.data.stride_h || s.num_heads == 1 ? s.data.stride_n : s.data.stride_h;

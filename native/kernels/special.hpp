@@ -12,6 +12,7 @@ bool fits_bf16_avx512(const AttendArgs& a);
 void attend_bf16_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
 bool fits_panels_avx512(const AttendArgs& a);
 void attend_panels_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
+void attend_panels_amx(const AttendArgs& a, int item, int head_block, Scratch& scratch);
 #endif
 
 }  // namespace kvpool

@@ -11,6 +11,7 @@ bool always(const AttendArgs&) { return true; }
 // First match wins: from the most special to the shared kernels, which take every call.
 const AttendKernel kAttend[] = {
 #if defined(__x86_64__)
+    {"amx-panels", Isa::amx, fits_panels_avx512, attend_panels_amx},
     {"avx512-panels", Isa::avx512, fits_panels_avx512, attend_panels_avx512},
     {"avx512-bf16", Isa::avx512, fits_bf16_avx512, attend_bf16_avx512},
     {"avx512", Isa::avx512, always, avx512_kernels.attend},
