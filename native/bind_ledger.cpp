@@ -4,87 +4,19 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <mutex>
-
 #include "bind_ledger_arguments.hpp"
+#include "bind_ledger_lock.hpp"
+#include "bind_ledger_results.hpp"
 #include "ledger/core.hpp"
 
 namespace nb = nanobind;
 using namespace kvpool::ledger;
 
 namespace kvpool {
+
+void bind_ledger_tree(nb::class_<Core>& c);  // bind_ledger_tree.cpp
+
 namespace {
-
-using Lock = std::lock_guard<std::mutex>;
-using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-nb::bytes to_bytes(const Key& key) { return nb::bytes(key.data(), key.size()); }
-
-template <class T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> to_array(const T* data, size_t n) {
-  T* copy = new T[n ? n : 1];
-  std::copy(data, data + n, copy);
-  nb::capsule owner(copy, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(copy, {n}, owner);
-}
-
-nb::list described(const std::vector<Evicted>& blocks) {
-  nb::list out;
-  for (const Evicted& e : blocks) {
-    out.append(nb::make_tuple(e.group, e.block, to_bytes(e.key), to_bytes(e.parent), e.index, e.priority, e.uses,
-                              to_array(e.tokens.data(), e.tokens.size()), nb::bytes(e.extras.data(), e.extras.size())));
-  }
-  return out;
-}
-
-nb::object evicted(Core& core) {
-  if (core.blocks().offered.empty()) return nb::none();
-  nb::list out = described(core.blocks().offered);
-  core.blocks().offered.clear();
-  return out;
-}
-
-// A list that exists only once something is in it; None until then.
-class Rows {
- public:
-  template <class... A>
-  void add(const A&... fields) {
-    if (!list_) list_ = nb::list();
-    nb::borrow<nb::list>(list_).append(nb::make_tuple(fields...));
-  }
-  nb::object get() const { return list_ ? list_ : nb::none(); }
-
- private:
-  nb::object list_;
-};
-
-nb::tuple decision(Core& core, const Step& step, int64_t num_samples) {
-  const size_t rows = step.entries.size();
-  nb::object sequences = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(rows)));
-  Rows copies, admitted, drafts, onboards;
-  int64_t row = 0;
-  for (size_t i = 0; i < rows; ++i) {
-    const Entry& e = step.entries[i];
-    PyTuple_SET_ITEM(sequences.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(e.seq->id));
-    if (e.num_drafts) drafts.add(e.seq->id, row + e.num_tokens, e.num_drafts);
-    row += e.num_tokens + e.num_drafts;
-    if (e.admitted) admitted.add(e.seq->id, e.cached_tokens, e.partial_tokens);
-  }
-  nb::object sampled = sequences;  // the rule while decoding
-  if (static_cast<size_t>(num_samples) < rows) {
-    nb::list some;
-    for (const Entry& e : step.entries) {
-      if (e.end() == e.seq->size()) some.append(e.seq->id);
-    }
-    sampled = nb::tuple(some);
-  }
-  for (const Copy& c : step.copies) copies.add(c.group, c.src, c.dst, c.num_tokens);
-  for (const Onboard& o : step.onboards) {
-    onboards.add(step.entries[o.entry].seq->id, o.group, o.block, o.index, to_bytes(o.key));
-  }
-  return nb::make_tuple(step.id, sequences, row, num_samples, copies.get(), admitted.get(), sampled, drafts.get(),
-                        onboards.get(), evicted(core));
-}
 
 template <class T>
 T* pointer(uint64_t address) {
@@ -125,19 +57,7 @@ void bind_arrays(nb::module_& m) {
           nb::arg("seq_lens"), "Add a state group; its table width is `num_draft`.");
 }
 
-OpenRequest parse_request(const Tokens& ids, nb::bytes salt, nb::bytes lora, const nb::list& media) {
-  OpenRequest request;
-  request.tokens = ids.values().data();
-  request.num_tokens = static_cast<int64_t>(ids.values().size());
-  request.salt = text(salt);
-  request.lora = text(lora);
-  for (nb::handle item : media) {
-    request.media.push_back({nb::cast<int64_t>(item[0]), nb::cast<int64_t>(item[1]), text(item[2])});
-  }
-  return request;
-}
-
-int64_t open_sequence(Core& self, nb::handle tokens, nb::bytes salt, nb::bytes lora, const nb::list& media,
+int64_t open_sequence(Core& self, nb::handle tokens, nb::handle salt, nb::handle lora, const nb::list& media,
                       const nb::list& retention, int64_t max_cached) {
   const Tokens ids(tokens);
   OpenRequest request = parse_request(ids, salt, lora, media);
@@ -150,182 +70,83 @@ int64_t open_sequence(Core& self, nb::handle tokens, nb::bytes salt, nb::bytes l
   return self.open(request);
 }
 
-void extend_sequences(Core& self, Ids ids, nb::object tokens) {
+void extend_sequences(Core& self, nb::handle sequences, nb::handle tokens) {
+  const Ids ids(sequences);
   if (tokens.is_none()) {
     const Lock lock(self.mutex());
     return self.extend(ids.data(), nullptr, ids.size());
   }
   const Tokens values(tokens);
-  if (values.values().size() != ids.size()) throw nb::value_error("extend takes one token id a sequence");
+  if (values.size() != ids.size()) throw nb::value_error("extend takes one token id a sequence");
   const Lock lock(self.mutex());
-  self.extend(ids.data(), values.values().data(), ids.size());
+  self.extend(ids.data(), values.data(), ids.size());
 }
 
-void resolve_tokens(Core& self, Ids ids, nb::handle tokens) {
+void resolve_tokens(Core& self, nb::handle sequences, nb::handle tokens) {
+  const Ids ids(sequences);
   const Tokens values(tokens);
-  if (values.values().size() != ids.size()) throw nb::value_error("resolve takes one token id a sequence");
+  if (values.size() != ids.size()) throw nb::value_error("resolve takes one token id a sequence");
   const Lock lock(self.mutex());
-  self.resolve(ids.data(), values.values().data(), ids.size());
+  self.resolve(ids.data(), values.data(), ids.size());
 }
 
 // The step before ends, each sequence gets one token, and a step computes it: one call, one lock.
-nb::tuple decode_step(Core& self, int64_t previous, Ids ids, nb::handle tokens, StepArrays& arrays, double now) {
+nb::object decode_step(Core& self, int64_t previous, nb::handle sequences, nb::handle tokens, StepArrays& arrays,
+                       double now, Results& results) {
+  const Ids ids(sequences);
   const Tokens values(tokens);
-  if (values.values().size() != ids.size()) throw nb::value_error("a decode step takes one token id a sequence");
-  const Lock lock(self.mutex());
-  self.blocks().now = now;
-  if (previous >= 0) self.end(previous);
-  self.extend(ids.data(), values.values().data(), ids.size());
-  std::vector<Item> items(ids.size());
-  for (size_t i = 0; i < ids.size(); ++i) items[i] = {ids.data()[i], 1};
-  int64_t num_samples = 0;
-  const Step& step = self.begin(items, arrays, true, &num_samples);
-  return decision(self, step, num_samples);
+  if (values.size() != ids.size()) throw nb::value_error("a decode step takes one token id a sequence");
+  const Decided decided = [&] {
+    const Lock lock(self.mutex());
+    self.blocks().now = now;
+    int64_t num_samples = 0;
+    const Step& step = self.decode(previous, ids.data(), values.data(), ids.size(), arrays, &num_samples);
+    return Decided(self, step, num_samples);
+  }();
+  return results(decided);
 }
 
-nb::tuple begin_step(Core& self, const nb::list& items, StepArrays& arrays, bool commit, const nb::list& drafts,
-                     double now) {
+nb::object begin_step(Core& self, const nb::list& items, StepArrays& arrays, bool commit, const nb::list& drafts,
+                      double now, Results& results) {
   const std::vector<Item> parsed = parse_items(items);
   std::vector<std::pair<int64_t, Drafts>> given;
   for (nb::handle d : drafts) {
-    given.push_back({nb::cast<int64_t>(d[0]), {Tokens(d[1]).values(), nb::cast<std::vector<int32_t>>(d[2])}});
+    given.push_back({nb::cast<int64_t>(d[0]), {Tokens(d[1]).copy(), nb::cast<std::vector<int32_t>>(d[2])}});
   }
-  const Lock lock(self.mutex());
-  self.blocks().now = now;
-  int64_t num_samples = 0;
-  const auto forget = [&] {  // drafts are for this step, whether it took them or not
-    for (const auto& d : given) self.forget_drafts(d.first);
-  };
-  try {
-    for (auto& [id, draft] : given) self.set_drafts(id, std::move(draft));
-    const Step& step = self.begin(parsed, arrays, commit, &num_samples);
-    forget();
-    return decision(self, step, num_samples);
-  } catch (...) {
-    forget();
-    throw;
-  }
-}
-
-nb::dict sequence_info(Core& self, int64_t id) {
-  const Lock lock(self.mutex());
-  const Sequence& s = self.sequence(id);
-  nb::dict out;
-  out["num_tokens"] = s.size();
-  out["num_known"] = s.num_known;
-  out["num_computed"] = s.computed;
-  out["num_scheduled"] = s.scheduled;
-  out["num_cached"] = s.hit_tokens;
-  out["num_partial"] = s.partial_tokens;
-  out["num_missed"] = s.missed_tokens;
-  out["num_resumed"] = s.resumed_tokens;
-  out["prompt_len"] = s.prompt_len;
-  out["admitted"] = s.admitted;
-  out["paused"] = s.paused;
-  out["open_steps"] = s.open_steps;
-  return out;
-}
-
-nb::dict statistics(Core& self) {
-  const Lock lock(self.mutex());
-  const Totals& t = self.totals();
-  const Blocks& blocks = self.blocks();
-  nb::dict out;
-  out["hit_tokens"] = t.hit_tokens;
-  out["partial_tokens"] = t.partial_tokens;
-  out["missed_tokens"] = t.missed_tokens;
-  out["resumed_tokens"] = t.resumed_tokens;
-  out["onboarded_tokens"] = t.onboarded_tokens;
-  out["admitted"] = t.admitted;
-  out["allocated_blocks"] = blocks.num_allocated;
-  out["evicted_blocks"] = blocks.num_evicted;
-  out["copied_blocks"] = t.copied;
-  out["taken_blocks"] = t.taken;
-  out["adopted_blocks"] = t.adopted;
-  out["stored_blocks"] = blocks.num_stored;
-  nb::dict by_priority;
-  for (int p = 0; p < kNumLevels; ++p) {
-    if (blocks.evicted_by_priority[p]) by_priority[nb::int_(p)] = blocks.evicted_by_priority[p];
-  }
-  out["evicted_by_priority"] = by_priority;
-  nb::list groups;
-  for (int g = 0; g < self.num_groups(); ++g) {
-    const BlockGroup& group = blocks.groups[g];
-    groups.append(nb::make_tuple(group.num_used(), group.num_cached, group.num_free, group.spec.num_blocks));
-  }
-  out["groups"] = groups;
-  out["num_sequences"] = self.num_sequences();
-  out["num_nodes"] = blocks.tree.num_nodes();
-  out["bookkeeping_bytes"] = blocks.bytes();
-  return out;
-}
-
-nb::list drain_events(Core& self) {
-  const Lock lock(self.mutex());
-  nb::list out;
-  const Tree& tree = self.blocks().tree;
-  self.blocks().events.drain([&](const Event& e, const int32_t* tokens) {
-    const bool cleared = e.kind == EventKind::cleared;
-    const bool named = !cleared && e.space < tree.num_spaces();
-    const std::string& salt = named ? tree.space(e.space).salt : std::string();
-    const std::string& lora = named ? tree.space(e.space).lora : std::string();
-    out.append(nb::make_tuple(e.number, static_cast<int>(e.kind), e.group, e.block, e.to, to_bytes(e.key),
-                              e.has_parent ? nb::object(to_bytes(e.parent)) : nb::none(), e.start,
-                              to_array(tokens, static_cast<size_t>(e.num_tokens)), e.priority,
-                              nb::bytes(salt.data(), salt.size()), nb::bytes(lora.data(), lora.size())));
-  });
-  return out;
-}
-
-// What a keyed policy gives keys to: the blocks of full groups cached since the last call, group after group.
-nb::list unkeyed(Core& self) {
-  const Lock lock(self.mutex());
-  Blocks& blocks = self.blocks();
-  nb::list out;
-  for (int g = 0; g < self.num_groups(); ++g) {
-    if (!blocks.heap(g)) continue;
-    std::vector<int32_t> ids, uses, index, own;
-    std::vector<uint64_t> names;
-    std::vector<double> keys;
-    for (size_t i = 0; i < blocks.unkeyed.size(); ++i) {
-      const int32_t b = blocks.unkeyed[i];
-      const Block& block = blocks.groups[g][b];
-      if (blocks.unkeyed_group[i] != g || !block.queued) continue;
-      const Node& node = blocks.tree[block.node];
-      ids.push_back(b);
-      uses.push_back(static_cast<int32_t>(block.uses));
-      index.push_back(node.index);
-      own.push_back(block.own);
-      uint64_t name;
-      std::memcpy(&name, node.key.data(), 8);
-      names.push_back(name);
-      keys.push_back(blocks.unkeyed_key[i]);
+  const Decided decided = [&] {
+    const Lock lock(self.mutex());
+    self.blocks().now = now;
+    const auto forget = [&] {  // drafts are for this step, whether it took them or not
+      for (const auto& d : given) self.forget_drafts(d.first);
+    };
+    try {
+      for (auto& [id, draft] : given) self.set_drafts(id, std::move(draft));
+      int64_t num_samples = 0;
+      const Step& step = self.begin(parsed, arrays, commit, &num_samples);
+      forget();
+      return Decided(self, step, num_samples);
+    } catch (...) {
+      forget();
+      throw;
     }
-    if (ids.empty()) continue;
-    out.append(nb::make_tuple(g, to_array(ids.data(), ids.size()), to_array(uses.data(), uses.size()),
-                              to_array(index.data(), index.size()), to_array(own.data(), own.size()),
-                              to_array(names.data(), names.size()), to_array(keys.data(), keys.size()), blocks.clock));
-  }
-  blocks.unkeyed.clear();
-  blocks.unkeyed_group.clear();
-  blocks.unkeyed_key.clear();
-  return out;
+  }();
+  return results(decided);
 }
 
-void push_keys(Core& self, int32_t group, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> ids,
-               nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu> keys) {
-  if (ids.size() != keys.size()) throw nb::value_error("a policy returns one key a block");
-  for (size_t i = 0; i < keys.size(); ++i) {
-    if (!(keys.data()[i] == keys.data()[i])) throw nb::value_error("a policy's keys must not be NaN");
+// The fields of SequenceStats, in order.
+nb::tuple sequence_stats(Core& self, int64_t id) {
+  int64_t n[7];
+  bool admitted, paused;
+  {
+    const Lock lock(self.mutex());
+    const Sequence& s = self.sequence(id);
+    const int64_t now[7] = {s.size(),         s.num_known,     s.computed,      s.hit_tokens,
+                            s.partial_tokens, s.missed_tokens, s.resumed_tokens};
+    std::copy(now, now + 7, n);
+    admitted = s.admitted;
+    paused = s.paused;
   }
-  const Lock lock(self.mutex());
-  for (size_t i = 0; i < ids.size(); ++i) self.blocks().set_key(group, ids.data()[i], keys.data()[i]);
-}
-
-nb::list to_tuples(const std::vector<Move>& moves) {
-  nb::list out;
-  for (const Move& m : moves) out.append(nb::make_tuple(m.group, m.src, m.dst));
-  return out;
+  return nb::make_tuple(n[0], n[1], n[2], n[3], n[4], n[5], n[6], admitted, paused);
 }
 
 void bind_errors() {
@@ -346,25 +167,6 @@ void bind_errors() {
   });
 }
 
-// A method that takes the ledger's lock and passes its arguments on.
-template <class R, class... A>
-auto locked(R (Core::*method)(A...)) {
-  return [method](Core& self, A... arguments) -> R {
-    const Lock lock(self.mutex());
-    return (self.*method)(arguments...);
-  };
-}
-
-// The same for what may release blocks: they are stamped with the caller's clock.
-template <class... A>
-auto timed(void (Core::*method)(A...)) {
-  return [method](Core& self, A... arguments, double now) {
-    const Lock lock(self.mutex());
-    self.blocks().now = now;
-    (self.*method)(arguments...);
-  };
-}
-
 Core* make_core(const std::vector<std::vector<int64_t>>& groups, const std::vector<int64_t>& limits,
                 uint64_t finder_mask, bool portable_sha, bool keyed, bool offer, int64_t num_events) {
   std::vector<GroupSpec> specs;
@@ -383,9 +185,9 @@ Core* make_core(const std::vector<std::vector<int64_t>>& groups, const std::vect
 
 void bind_steps(nb::class_<Core>& c) {
   c.def("begin_step", &begin_step, nb::arg("items"), nb::arg("arrays"), nb::arg("commit"), nb::arg("drafts"),
-        nb::arg("now"))
+        nb::arg("now"), nb::arg("results"))
       .def("decode_step", &decode_step, nb::arg("previous"), nb::arg("sequences"), nb::arg("token_ids"),
-           nb::arg("arrays"), nb::arg("now"))
+           nb::arg("arrays"), nb::arg("now"), nb::arg("results"))
       .def(
           "fits",
           [](Core& self, const nb::list& items) {
@@ -407,8 +209,7 @@ void bind_steps(nb::class_<Core>& c) {
       .def(
           "accept",
           [](Core& self, int64_t id, const std::vector<int32_t>& indices) {
-            const Lock lock(self.mutex());
-            return to_tuples(self.accept(id, indices));
+            return to_tuples(locked(&Core::accept)(self, id, indices));
           },
           nb::arg("sequence"), nb::arg("indices"));
 }
@@ -423,7 +224,7 @@ void bind_sequences(nb::class_<Core>& c) {
           [](Core& self, int64_t id, nb::handle tokens) {
             const Tokens ids(tokens);
             const Lock lock(self.mutex());
-            self.append(id, ids.values());
+            self.append(id, ids.data(), ids.size());
           },
           nb::arg("sequence"), nb::arg("token_ids"))
       .def("rewind", timed(&Core::rewind), nb::arg("sequence"), nb::arg("num_tokens"), nb::arg("now"))
@@ -435,100 +236,46 @@ void bind_sequences(nb::class_<Core>& c) {
       .def(
           "keys",
           [](Core& self, int64_t id) {
-            const Lock lock(self.mutex());
             nb::list out;
-            for (const Key& key : self.keys(id)) out.append(to_bytes(key));
+            for (const Key& key : locked (&Core::keys)(self, id)) out.append(to_bytes(key));
             return out;
           },
           nb::arg("sequence"))
       .def(
           "extras",
           [](Core& self, int64_t id) {
-            const Lock lock(self.mutex());
             nb::list out;
-            for (const std::string& extras : self.extras(id)) out.append(nb::bytes(extras.data(), extras.size()));
+            for (const std::string& extras : locked (&Core::extras)(self, id)) out.append(to_bytes(extras));
             return out;
           },
           nb::arg("sequence"))
       .def("matched", locked(&Core::matched), nb::arg("sequence"))
       .def(
           "tokens",
-          [](Core& self, int64_t id) {
-            const Lock lock(self.mutex());
-            const Sequence& s = self.sequence(id);
-            return to_array(s.tokens.data(), s.tokens.size());
-          },
+          [](Core& self, int64_t id) { return to_array(read(self, [&] { return self.sequence(id).tokens; })); },
           nb::arg("sequence"))
       .def(
           "block_table",
           [](Core& self, int64_t id, int32_t group) {
-            const Lock lock(self.mutex());
-            const std::vector<int32_t>& table = self.sequence(id).held.at(static_cast<size_t>(group)).table;
-            return to_array(table.data(), table.size());
+            return to_array(read(self, [&] { return self.sequence(id).held.at(static_cast<size_t>(group)).table; }));
           },
           nb::arg("sequence"), nb::arg("group"))
       .def(
           "state",
           [](Core& self, int64_t id, int32_t group) {
-            const Lock lock(self.mutex());
-            return self.sequence(id).held.at(static_cast<size_t>(group)).state;
+            return read(self, [&] { return self.sequence(id).held.at(static_cast<size_t>(group)).state; });
           },
           nb::arg("sequence"), nb::arg("group"))
-      .def("sequence", &sequence_info, nb::arg("sequence"));
-}
-
-void bind_tree(nb::class_<Core>& c) {
-  c.def(
-       "peek",
-       [](Core& self, nb::handle tokens, nb::bytes salt, nb::bytes lora, const nb::list& media) {
-         const Tokens ids(tokens);
-         const OpenRequest request = parse_request(ids, salt, lora, media);
-         const Lock lock(self.mutex());
-         const Peek found = self.peek(request);
-         return nb::make_tuple(found.num_tokens, found.num_whole);
-       },
-       nb::arg("tokens"), nb::arg("salt"), nb::arg("lora"), nb::arg("media"))
+      .def("sequence", &sequence_stats, nb::arg("sequence"))
       .def(
-          "pin",
-          [](Core& self, nb::handle tokens, nb::bytes salt, nb::bytes lora, const nb::list& media) {
-            const Tokens ids(tokens);
-            const OpenRequest request = parse_request(ids, salt, lora, media);
-            const Lock lock(self.mutex());
-            int64_t num_tokens = 0;
-            const int64_t pin = self.pin(request, &num_tokens);
-            return nb::make_tuple(pin, num_tokens);
-          },
-          nb::arg("tokens"), nb::arg("salt"), nb::arg("lora"), nb::arg("media"))
-      .def("unpin", timed(&Core::unpin), nb::arg("pin"), nb::arg("now"))
+          "num_tokens", [](Core& self, int64_t id) { return read(self, [&] { return self.sequence(id).size(); }); },
+          nb::arg("sequence"))
       .def(
-          "clear",
-          [](Core& self, nb::object salt) {
-            const std::string given = salt.is_none() ? std::string() : text(salt);
-            const Lock lock(self.mutex());
-            self.clear(salt.is_none() ? nullptr : &given);
-          },
-          nb::arg("salt").none())
-      .def("reset", locked(&Core::reset))
+          "num_computed", [](Core& self, int64_t id) { return read(self, [&] { return self.sequence(id).computed; }); },
+          nb::arg("sequence"))
       .def(
-          "resize",
-          [](Core& self, int32_t group, int32_t num_blocks) {
-            const Lock lock(self.mutex());
-            std::vector<Move> moves;
-            int32_t stopped_by = -1;
-            const int32_t reached = self.resize(group, num_blocks, &moves, &stopped_by);
-            return nb::make_tuple(reached, to_tuples(moves), stopped_by, evicted(self));
-          },
-          nb::arg("group"), nb::arg("num_blocks"))
-      .def("stored",
-           [](Core& self) {
-             const Lock lock(self.mutex());
-             return described(self.blocks().stored());
-           })
-      .def("events", &drain_events)
-      .def("unkeyed", &unkeyed)
-      .def("push_keys", &push_keys, nb::arg("group"), nb::arg("blocks"), nb::arg("keys"))
-      .def("stats", &statistics)
-      .def("check", locked(&Core::check));
+          "num_cached", [](Core& self, int64_t id) { return read(self, [&] { return self.sequence(id).hit_tokens; }); },
+          nb::arg("sequence"));
 }
 
 }  // namespace
@@ -536,13 +283,16 @@ void bind_tree(nb::class_<Core>& c) {
 void bind_ledger(nb::module_& m) {
   bind_errors();
   bind_arrays(m);
+  nb::class_<Results>(m, "Results", "Makes the decisions of a ledger of these classes")
+      .def(nb::init<nb::handle, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle>(), nb::arg("step"),
+           nb::arg("copy"), nb::arg("admission"), nb::arg("drafts"), nb::arg("onboard"), nb::arg("evicted"));
   nb::class_<Core> core(m, "Ledger", "The ledger core");
   core.def(nb::new_(&make_core), nb::arg("groups"), nb::arg("limits"), nb::arg("finder_mask") = ~uint64_t{0},
            nb::arg("portable_sha") = false, nb::arg("keyed") = false, nb::arg("offer") = false,
            nb::arg("num_events") = 0);
   bind_sequences(core);
   bind_steps(core);
-  bind_tree(core);
+  bind_ledger_tree(core);
   m.def(
       "sha256",
       [](nb::bytes data, bool portable) {

@@ -1,6 +1,7 @@
 #include "ledger/arrays.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace kvpool::ledger {
@@ -11,6 +12,7 @@ void StepArrays::fill_row(size_t g, int32_t r, const Sequence& s) {
   int32_t* row = groups[g].block_table + r * groups[g].table_width;
   Row& seen = rows_[g * max_sequences + r];
   if (seen.sequence == s.id && seen.generation == s.generation) {
+    if (seen.size == size && seen.front == held.front) return;
     for (int32_t i = seen.front; i < std::min(held.front, seen.size); ++i) row[i] = held.table[i];
     std::copy(held.table.begin() + std::min(seen.size, size), held.table.end(), row + std::min(seen.size, size));
   } else {
@@ -22,14 +24,19 @@ void StepArrays::fill_row(size_t g, int32_t r, const Sequence& s) {
 
 void StepArrays::fill_slots(size_t g, const Entry& entry, int64_t first) {
   const int64_t n = groups[g].tokens_per_block, end = entry.last();
-  const Held& held = entry.seq->held[g];
+  const int shift = std::countr_zero(static_cast<uint64_t>(n));
+  const int32_t* table = entry.seq->held[g].table.data();
   int64_t* out = groups[g].slots + first;
+  if (end - entry.start == 1) {
+    out[0] = table[entry.start >> shift] * n + (entry.start & (n - 1));
+    return;
+  }
   for (int64_t p = entry.start; p < end;) {
-    const int64_t stop = std::min(end, (p / n + 1) * n);
-    const int64_t base = int64_t{held.table[p / n]} * n + p % n;
-    for (int64_t i = 0; i < stop - p; ++i) out[i] = base + i;
-    out += stop - p;
-    p = stop;
+    const int64_t count = std::min(end - p, n - (p & (n - 1)));
+    const int64_t base = table[p >> shift] * n + (p & (n - 1));
+    for (int64_t i = 0; i < count; ++i) out[i] = base + i;
+    out += count;
+    p += count;
   }
 }
 
@@ -54,8 +61,13 @@ void StepArrays::fill_entry(const Step& step, int64_t r, int64_t first) {
   const int32_t* from = s.tokens.data() + start;
   int64_t* ids = token_ids + first;
   int32_t* at = positions + first;
-  for (int64_t i = 0; i < n; ++i) ids[i] = from[i];
-  for (int64_t i = 0; i < n; ++i) at[i] = static_cast<int32_t>(start + i);
+  if (n == 1) {  // the rule while decoding
+    ids[0] = from[0];
+    at[0] = static_cast<int32_t>(start);
+  } else {
+    for (int64_t i = 0; i < n; ++i) ids[i] = from[i];
+    for (int64_t i = 0; i < n; ++i) at[i] = static_cast<int32_t>(start + i);
+  }
   if (entry.num_drafts || drafts_seen_) fill_drafts(entry, first);
   for (size_t g = 0; g < groups.size(); ++g) {
     groups[g].seq_lens[r] = static_cast<int32_t>(entry.last());

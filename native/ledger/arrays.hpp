@@ -16,7 +16,7 @@ struct GroupArrays {
   int32_t* read_slots = nullptr;   // [S], state groups
   int32_t* write_slots = nullptr;  // [S], state groups
   int32_t* draft_slots = nullptr;  // [S, M], state groups: M drafts
-  int32_t tokens_per_block = 0;
+  int32_t tokens_per_block = 0;    // a power of two
 };
 
 // The caller keeps the memory alive; addresses never change.

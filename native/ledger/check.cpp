@@ -41,6 +41,7 @@ std::vector<std::string> Core::check() {
       if (s.held[g].state >= 0) ++refs[g][s.held[g].state];
       for (const int32_t b : s.held[g].draft_states) ++refs[g][b];
     }
+    if (s.own_tail && s.scheduled % n_) check_tail(s, report.lines);
     for (size_t i = 0; i < s.nodes.size(); ++i) {
       const Node& node = tree_[s.nodes[i]];
       report.expect(node.len == n_ && node.index == static_cast<int32_t>(i) &&
@@ -74,6 +75,19 @@ std::vector<std::string> Core::check() {
   }
   check_tree(ends, report.lines);
   return report.lines;
+}
+
+// Nobody else holds the block its next token goes into, but for copies still to be made.
+void Core::check_tail(const Sequence& s, std::vector<std::string>& lines) const {
+  for (int g = 0; g < num_groups(); ++g) {
+    if (blocks_.is(g, Life::state)) continue;
+    const int32_t b = s.held[g].table[static_cast<size_t>(whole_blocks(s.scheduled))];
+    int32_t holders = groups_[g][b].ref;
+    for (const auto& step : steps_) {
+      for (const Copy& c : step->copies) holders -= c.group == g && c.src == b;
+    }
+    if (holders != 1 || groups_[g][b].node) lines.push_back(name(g, b) + " is not its sequence's own");
+  }
 }
 
 // A keyed policy sees exactly the cached leaves.

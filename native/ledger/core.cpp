@@ -2,15 +2,20 @@
 #include "ledger/core.hpp"
 
 #include <algorithm>
+#include <bit>
 
 namespace kvpool::ledger {
 namespace {
 
 int32_t block_tokens(const std::vector<GroupSpec>& groups) {
+  int32_t n = 32;  // only states: nodes still need a length
   for (const GroupSpec& g : groups) {
-    if (g.life != Life::state) return g.tokens_per_block;
+    if (g.life != Life::state) n = g.tokens_per_block;
   }
-  return 32;  // only states: nodes still need a length
+  if (n < 2 || !std::has_single_bit(static_cast<uint32_t>(n))) {
+    throw std::invalid_argument("tokens per block must be a power of two, at least 2, got " + std::to_string(n));
+  }
+  return n;
 }
 
 // Every node has a block of the full group, if there is one, or is being filled by an open step.
@@ -35,13 +40,15 @@ void append_number(std::string& out, int64_t v) {
 Core::Core(const std::vector<GroupSpec>& groups, const Limits& limits, const Options& options)
     : limits_(limits),
       n_(block_tokens(groups)),
+      shift_(std::countr_zero(static_cast<uint32_t>(n_))),
       blocks_(groups, node_capacity(groups, limits), n_, options),
       groups_(blocks_.groups),
       tree_(blocks_.tree) {
-  limits_.checkpoint_interval = ceil_div(limits.checkpoint_interval, n_) * n_;
+  limits_.checkpoint_interval = blocks_for(limits.checkpoint_interval) * n_;
   for (const GroupSpec& g : groups) {
     has_state_ = has_state_ || g.life == Life::state;
     has_full_ = has_full_ || g.life == Life::full;
+    has_other_ = has_other_ || g.life != Life::full;
   }
 }
 
@@ -87,7 +94,7 @@ std::unique_ptr<Sequence> Core::make_sequence(const OpenRequest& r) {
 void Core::intern_media(Sequence& s, const std::vector<Media>& media) {
   int64_t last = 0;
   for (const Media& m : media) last = std::max(last, m.end);
-  const int64_t num_blocks = std::min(ceil_div(last, n_), ceil_div(s.size(), n_));
+  const int64_t num_blocks = std::min(blocks_for(last), blocks_for(s.size()));
   for (int64_t i = 0; i < num_blocks; ++i) {
     std::string bytes;
     for (const Media& m : media) {
@@ -103,7 +110,7 @@ void Core::intern_media(Sequence& s, const std::vector<Media>& media) {
 }
 
 void Core::clear_sequence(Sequence& s) {
-  s.admitted = s.paused = s.resumed = s.closing = false;
+  s.admitted = s.paused = s.resumed = s.closing = s.own_tail = false;
   s.keep = true;
   s.open_steps = s.expected = 0;
   s.scheduled = s.computed = s.hit_tokens = s.partial_tokens = s.missed_tokens = s.resumed_tokens = 0;
@@ -143,11 +150,11 @@ void Core::check_size(int64_t num_tokens, int64_t id) const {
   }
   for (int g = 0; g < num_groups(); ++g) {
     const GroupSpec& spec = groups_[g].spec;
-    if (spec.life != Life::full || ceil_div(num_tokens, n_) <= spec.num_blocks) continue;
+    if (spec.life != Life::full || blocks_for(num_tokens) <= spec.num_blocks) continue;
     std::vector<int64_t> missing(groups_.size());
-    missing[g] = ceil_div(num_tokens, n_) - spec.num_blocks;
+    missing[g] = blocks_for(num_tokens) - spec.num_blocks;
     throw OutOfBlocks("a sequence of " + std::to_string(num_tokens) + " tokens needs " +
-                          std::to_string(ceil_div(num_tokens, n_)) + " blocks of group " + std::to_string(g) +
+                          std::to_string(blocks_for(num_tokens)) + " blocks of group " + std::to_string(g) +
                           ", which has " + std::to_string(spec.num_blocks) + " blocks of " + std::to_string(n_) +
                           " tokens (" + std::to_string(int64_t{spec.num_blocks} * n_) +
                           " tokens) in all; enlarge the budget or shorten the sequence",
@@ -161,13 +168,15 @@ void Core::check_extendable(const Sequence& s) const {
 }
 
 void Core::extend(const int64_t* ids, const int32_t* tokens, size_t n) {
+  wanted_.clear();
   for (size_t i = 0; i < n; ++i) {
-    const Sequence& s = sequence(ids[i]);
+    Sequence& s = sequence(ids[i]);
     if (tokens || s.closing) check_extendable(s);
     if (s.size() >= limits_.max_seq_len) check_size(s.size() + 1, s.id);
+    wanted_.push_back({&s, 1});
   }
   for (size_t i = 0; i < n; ++i) {
-    Sequence& s = *sequences_.find(ids[i]);
+    Sequence& s = *wanted_[i].sequence;
     s.tokens.push_back(tokens ? tokens[i] : -1);
     s.num_known += tokens != nullptr;
   }
@@ -185,11 +194,11 @@ void Core::resolve(const int64_t* ids, const int32_t* tokens, size_t n) {
   }
 }
 
-void Core::append(int64_t id, const std::vector<int32_t>& tokens) {
+void Core::append(int64_t id, const int32_t* tokens, size_t n) {
   Sequence& s = sequence(id);
   check_extendable(s);
-  check_size(s.size() + static_cast<int64_t>(tokens.size()), id);
-  s.tokens.insert(s.tokens.end(), tokens.begin(), tokens.end());
+  check_size(s.size() + static_cast<int64_t>(n), id);
+  s.tokens.insert(s.tokens.end(), tokens, tokens + n);
   s.num_known = s.size();
 }
 

@@ -47,6 +47,11 @@ struct Item {
   int64_t max_tokens;
 };
 
+struct Wanted {  // an item, looked up
+  Sequence* sequence;
+  int64_t max_tokens;
+};
+
 struct OpenRequest {
   const int32_t* tokens = nullptr;
   int64_t num_tokens = 0;
@@ -79,7 +84,7 @@ class Core {
   int64_t open(const OpenRequest& request);
   void extend(const int64_t* ids, const int32_t* tokens, size_t n);  // tokens null: one unknown token each
   void resolve(const int64_t* ids, const int32_t* tokens, size_t n);
-  void append(int64_t id, const std::vector<int32_t>& tokens);
+  void append(int64_t id, const int32_t* tokens, size_t n);
   void rewind(int64_t id, int64_t num_tokens);
   int64_t fork(int64_t id);
   void release(int64_t id, bool keep);
@@ -93,6 +98,9 @@ class Core {
 
   // --- steps (step.cpp, finish.cpp, drafts.cpp)
   const Step& begin(const std::vector<Item>& items, StepArrays& arrays, bool commit, int64_t* num_samples);
+  // Ends the step before, if there is one, appends a token to each sequence and begins the step that computes it.
+  const Step& decode(int64_t previous, const int64_t* ids, const int32_t* tokens, size_t n, StepArrays& arrays,
+                     int64_t* num_samples);
   size_t fits(const std::vector<Item>& items);                   // leading items that would fit; changes nothing
   std::vector<int64_t> missing(const std::vector<Item>& items);  // blocks, by group, for the first that does not fit
   void end(int64_t step);
@@ -147,7 +155,9 @@ class Core {
   int32_t sink_blocks(int g) const;
 
   // step.cpp
-  size_t plan(Step& step, const std::vector<Item>& items, int64_t max_rows, bool commit, bool count_room);
+  void want(const std::vector<Item>& items);
+  Step& spare_step();
+  size_t plan(Step& step, int64_t max_rows, bool commit, bool count_room);
   void plan_entry(Step& step, Entry& entry, int64_t most, int64_t room);
   int64_t until_checkpoint(const Sequence& s, int64_t most) const;
   void plan_write(Step& step, Entry& entry);
@@ -161,8 +171,9 @@ class Core {
   void undo_plan(Step& step);
   bool is_shared(const Sequence& s, int32_t n) const;
   std::vector<int64_t> missing_now() const;  // while planning
-  [[noreturn]] void out_of_blocks(Step& step, size_t first, const std::vector<Item>& items);
-  void carry_out(Step& step, Entry& entry);
+  [[noreturn]] void out_of_blocks(Step& step, size_t first);
+  const Step& begin_wanted(StepArrays& arrays, bool commit, int64_t* num_samples);
+  void carry_out(Step& step, Entry& entry, size_t& copy);
   void store_pending(Step& step, Entry& entry);
   Step& step_of(int64_t id);
 
@@ -194,18 +205,21 @@ class Core {
   void require_idle(const Sequence& s, const char* what) const;
 
   // check.cpp
+  void check_tail(const Sequence& s, std::vector<std::string>& lines) const;
   void check_heap(int g, std::vector<std::string>& lines) const;
   void check_lists(int g, std::vector<std::string>& lines) const;
   void check_tree(const std::unordered_map<int32_t, int32_t>& ends, std::vector<std::string>& lines) const;
 
   void move_end(int32_t from, int32_t to);
-  static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+  int64_t whole_blocks(int64_t tokens) const { return tokens >> shift_; }
+  int64_t blocks_for(int64_t tokens) const { return (tokens + n_ - 1) >> shift_; }
   int32_t end_node(const Sequence& s) const { return s.nodes.empty() ? -s.space : s.nodes.back(); }
 
   std::mutex mutex_;
   Limits limits_;
-  int32_t n_;  // tokens per block
-  bool has_state_ = false, has_full_ = false;
+  int32_t n_;                                                      // tokens per block, a power of two
+  int32_t shift_;                                                  // its logarithm
+  bool has_state_ = false, has_full_ = false, has_other_ = false;  // other: not full
   Blocks blocks_;
   std::vector<BlockGroup>& groups_;  // blocks_.groups
   Tree& tree_;                       // blocks_.tree
@@ -216,6 +230,7 @@ class Core {
   std::vector<std::unique_ptr<Step>> steps_;  // open ones, oldest first
   std::vector<std::unique_ptr<Step>> spare_steps_;
   std::vector<int64_t> needed_;  // [groups], while planning
+  std::vector<Wanted> wanted_;   // items of the step that is planned
   std::vector<Claim> claims_;
   std::vector<int32_t> filling_;  // entries whose filled blocks are not in the tree yet, while planning
   std::vector<int32_t> path_;

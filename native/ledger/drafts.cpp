@@ -73,7 +73,7 @@ std::vector<Move> Core::accept(int64_t id, const std::vector<int32_t>& indices) 
       moves.push_back(
           {g, int64_t{held.table[from / n_]} * n_ + from % n_, int64_t{held.table[to / n_]} * n_ + to % n_});
     }
-    const size_t size = static_cast<size_t>(ceil_div(end, n_));
+    const size_t size = static_cast<size_t>(blocks_for(end));
     while (held.table.size() > size) {
       blocks_.unclaim(g, held.table.back());
       held.table.pop_back();

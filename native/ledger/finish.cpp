@@ -27,7 +27,8 @@ void Core::end_entry(Step& step, Entry& entry) {
     blocks_.announce(n);
   }
   if (entry.admitted) count_admission(entry);
-  if (step.commit) commit_ready(s);
+  if (step.commit && static_cast<int64_t>(s.nodes.size()) < whole_blocks(s.computed)) commit_ready(s);
+  if (!has_other_) return;
   for (int g = 0; g < num_groups(); ++g) {
     if (blocks_.is(g, Life::state)) {
       s.held[g].computed_state = step.states[self * groups_.size() + g];
@@ -134,7 +135,7 @@ void Core::retire(Step& step) {
 
 // Put the full blocks that are computed and known into the tree, or adopt what is there.
 void Core::commit_ready(Sequence& s) {
-  const int32_t full = static_cast<int32_t>(std::min(s.computed, s.num_known) / n_);
+  const int32_t full = static_cast<int32_t>(whole_blocks(std::min(s.computed, s.num_known)));
   if (static_cast<int32_t>(s.nodes.size()) >= full) return;
   ensure_finders(s, full);
   int32_t end = end_node(s);
@@ -265,6 +266,7 @@ void Core::abort_entry(Step& step, Entry& entry) {
   const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
   --s.open_steps;
   s.scheduled = entry.start;
+  s.own_tail = false;
   drop_pending(entry);
   for (Copy& c : step.copies) {
     if (c.entry != self) continue;

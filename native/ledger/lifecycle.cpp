@@ -21,7 +21,7 @@ void Core::check_rewindable(const Sequence& s, int64_t position) const {
     throw Unsupported("sequence " + std::to_string(s.id) + " cannot be rewound to " + std::to_string(position) +
                       " tokens: group " + std::to_string(g) + " " + why + "; rewind to a checkpoint or open it anew");
   };
-  const int32_t whole = static_cast<int32_t>(position / n_), held = static_cast<int32_t>(ceil_div(position, n_));
+  const int32_t whole = static_cast<int32_t>(position / n_), held = static_cast<int32_t>(blocks_for(position));
   for (int g = 0; g < num_groups(); ++g) {
     if (blocks_.is(g, Life::full) || position == 0) continue;
     if (blocks_.is(g, Life::state)) {
@@ -62,6 +62,7 @@ void Core::rewind(int64_t id, int64_t num_tokens) {
     move_end(before, end_node(s));
   }
   s.computed = s.scheduled = position;
+  s.own_tail = false;
   ++s.generation;
 }
 
@@ -74,7 +75,7 @@ void Core::rewind_group(Sequence& s, int g, int64_t position) {
     if (before >= 0) blocks_.unclaim(g, before);
     return;
   }
-  const int32_t size = static_cast<int32_t>(ceil_div(position, n_));
+  const int32_t size = static_cast<int32_t>(blocks_for(position));
   if (size < static_cast<int32_t>(held.table.size())) {
     blocks_.unclaim_run(g, held.table.data() + size, static_cast<int32_t>(held.table.size()) - size);
     held.table.resize(static_cast<size_t>(size));
@@ -95,6 +96,7 @@ void Core::rewind_group(Sequence& s, int g, int64_t position) {
 int64_t Core::fork(int64_t id) {
   Sequence& s = sequence(id);
   require_idle(s, "fork");
+  s.own_tail = false;
   if (is_checkpoint(s, s.computed) || s.computed % n_ == 0) {
     for (int g = 0; g < num_groups(); ++g) store_state(s, g);
   }

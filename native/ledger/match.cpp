@@ -12,7 +12,7 @@ int32_t Core::first_needed(int g, int64_t position) const {
   return 0;
 }
 
-int32_t Core::sink_blocks(int g) const { return static_cast<int32_t>(ceil_div(groups_[g].spec.sink_tokens, n_)); }
+int32_t Core::sink_blocks(int g) const { return static_cast<int32_t>(blocks_for(groups_[g].spec.sink_tokens)); }
 
 void Core::ensure_finders(Sequence& s, int64_t num_blocks) {
   const int64_t have = static_cast<int64_t>(s.finders.size());

@@ -6,16 +6,36 @@
 namespace kvpool::ledger {
 
 const Step& Core::begin(const std::vector<Item>& items, StepArrays& arrays, bool commit, int64_t* num_samples) {
+  want(items);
+  return begin_wanted(arrays, commit, num_samples);
+}
+
+const Step& Core::decode(int64_t previous, const int64_t* ids, const int32_t* tokens, size_t n, StepArrays& arrays,
+                         int64_t* num_samples) {
+  if (previous >= 0) end(previous);
+  extend(ids, tokens, n);  // leaves them in wanted_
+  return begin_wanted(arrays, true, num_samples);
+}
+
+void Core::want(const std::vector<Item>& items) {
+  wanted_.clear();
+  for (const Item& item : items) wanted_.push_back({&sequence(item.sequence), item.max_tokens});
+}
+
+const Step& Core::begin_wanted(StepArrays& arrays, bool commit, int64_t* num_samples) {
   if (steps_.size() >= 2) throw std::invalid_argument("two steps are open already; end or abort the older one first");
   blocks_.expire();
-  if (spare_steps_.empty()) spare_steps_.push_back(std::make_unique<Step>());
-  Step& step = *spare_steps_.back();
-  const size_t fitting = plan(step, items, arrays.max_sequences, commit, false);
-  if (fitting < items.size()) out_of_blocks(step, fitting, items);
+  Step& step = spare_step();
+  const size_t fitting = plan(step, arrays.max_sequences, commit, false);
+  if (fitting < wanted_.size()) out_of_blocks(step, fitting);
   tree_.seal();
   step.states.assign(step.entries.size() * groups_.size(), -1);
   step.reads.assign(step.entries.size() * groups_.size(), -1);
-  for (Entry& entry : step.entries) carry_out(step, entry);
+  size_t copy = 0;
+  for (Entry& entry : step.entries) {
+    if (!entry.plain || entry.num_pending) carry_out(step, entry, copy);
+    entry.seq->own_tail = true;
+  }
   claims_.clear();
   step.id = next_step_++;
   steps_.push_back(std::move(spare_steps_.back()));
@@ -24,18 +44,23 @@ const Step& Core::begin(const std::vector<Item>& items, StepArrays& arrays, bool
   return step;
 }
 
-size_t Core::fits(const std::vector<Item>& items) {
+Step& Core::spare_step() {
   if (spare_steps_.empty()) spare_steps_.push_back(std::make_unique<Step>());
-  Step& step = *spare_steps_.back();
-  const size_t fitting = plan(step, items, limits_.max_sequences, true, true);
+  return *spare_steps_.back();
+}
+
+size_t Core::fits(const std::vector<Item>& items) {
+  want(items);
+  Step& step = spare_step();
+  const size_t fitting = plan(step, limits_.max_sequences, true, true);
   undo_plan(step);
   return fitting;
 }
 
 std::vector<int64_t> Core::missing(const std::vector<Item>& items) {
-  if (spare_steps_.empty()) spare_steps_.push_back(std::make_unique<Step>());
-  Step& step = *spare_steps_.back();
-  const size_t fitting = plan(step, items, limits_.max_sequences, true, true);
+  want(items);
+  Step& step = spare_step();
+  const size_t fitting = plan(step, limits_.max_sequences, true, true);
   std::vector<int64_t> out;
   if (fitting < items.size()) out = missing_now();
   undo_plan(step);
@@ -50,8 +75,8 @@ std::vector<int64_t> Core::missing_now() const {
   return out;
 }
 
-// Plan the items in order; returns how many leading ones fit. Anything but all of them must be undone.
-size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, bool commit, bool count_room) {
+// Plan what is wanted, in order; returns how many leading ones fit. Anything but all of them must be undone.
+size_t Core::plan(Step& step, int64_t max_rows, bool commit, bool count_room) {
   step.entries.clear();
   step.sizes.clear();
   step.states.clear();
@@ -63,20 +88,22 @@ size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, 
   needed_.assign(groups_.size(), 0);
   int64_t room = limits_.max_step_tokens;
   try {
-    for (size_t i = 0; i < items.size(); ++i) {
-      Sequence& s = sequence(items[i].sequence);
+    for (size_t i = 0; i < wanted_.size(); ++i) {
+      Sequence& s = *wanted_[i].sequence;
+      const int64_t most = wanted_[i].max_tokens;
       if (s.last_plan == num_plans_)
         throw std::invalid_argument("sequence " + std::to_string(s.id) + " is given twice");
       s.last_plan = num_plans_;
-      const int64_t open = s.closing || s.paused ? 0 : std::min(items[i].max_tokens, s.size() - s.scheduled);
+      const int64_t open = s.closing || s.paused ? 0 : std::min(most, s.size() - s.scheduled);
       if (open <= 0) continue;
       if (room == 0 || static_cast<int64_t>(step.entries.size()) == max_rows) {
         if (count_room) return i;
         continue;
       }
-      step.entries.push_back({&s});
-      plan_entry(step, step.entries.back(), items[i].max_tokens, room);
-      room -= step.entries.back().num_tokens + step.entries.back().num_drafts;
+      Entry& entry = step.entries.emplace_back();
+      entry.seq = &s;
+      plan_entry(step, entry, most, room);
+      room -= entry.num_tokens + entry.num_drafts;
       if (!fits_now()) return i;
     }
     add_pending(step);
@@ -84,7 +111,7 @@ size_t Core::plan(Step& step, const std::vector<Item>& items, int64_t max_rows, 
     undo_plan(step);
     throw;
   }
-  return items.size();
+  return wanted_.size();
 }
 
 void Core::plan_entry(Step& step, Entry& entry, int64_t most, int64_t room) {
@@ -103,13 +130,16 @@ void Core::plan_entry(Step& step, Entry& entry, int64_t most, int64_t room) {
   }
   s.scheduled += entry.num_tokens;
   ++s.open_steps;
+  entry.plain = !entry.admitted && !entry.num_drafts;
   for (int g = 0; g < num_groups(); ++g) {
     const int64_t size = static_cast<int64_t>(s.held[g].table.size());
     step.sizes.push_back(static_cast<int32_t>(size));
-    needed_[g] +=
-        blocks_.is(g, Life::state) ? 1 + entry.num_drafts : std::max<int64_t>(0, ceil_div(entry.last(), n_) - size);
+    const int64_t more =
+        blocks_.is(g, Life::state) ? 1 + entry.num_drafts : std::max<int64_t>(0, blocks_for(entry.last()) - size);
+    needed_[g] += more;
+    entry.plain = entry.plain && more == 0;
   }
-  if (entry.start % n_) plan_write(step, entry);
+  if (!s.own_tail && entry.start & (n_ - 1)) plan_write(step, entry);
   if (step.commit) find_pending(step, entry);
 }
 
@@ -137,7 +167,8 @@ bool Core::is_shared(const Sequence& s, int32_t n) const {
 // The first token goes into a partly filled block: it must be this sequence's own by then.
 void Core::plan_write(Step& step, Entry& entry) {
   const Sequence& s = *entry.seq;
-  const int32_t index = static_cast<int32_t>(entry.start / n_), filled = static_cast<int32_t>(entry.start % n_);
+  const int32_t index = static_cast<int32_t>(whole_blocks(entry.start));
+  const int32_t filled = static_cast<int32_t>(entry.start & (n_ - 1));
   const int32_t self = static_cast<int32_t>(step.entries.size()) - 1;
   for (int g = 0; g < num_groups(); ++g) {
     if (blocks_.is(g, Life::state)) continue;
@@ -147,6 +178,7 @@ void Core::plan_write(Step& step, Entry& entry) {
       if (entry.taken == block.node) continue;
       if (!is_shared(s, block.node)) {
         entry.taken = block.node;
+        entry.plain = false;
         tree_[block.node].pending = kTaken;
         continue;
       }
@@ -161,6 +193,7 @@ void Core::plan_write(Step& step, Entry& entry) {
       }
       if (holders <= 1 && !longer) continue;
     }
+    entry.plain = false;
     step.copies.push_back({self, g, index, b, -1, filled});
     ++needed_[g];
   }
@@ -170,8 +203,8 @@ void Core::plan_write(Step& step, Entry& entry) {
 // it.
 void Core::find_pending(const Step& step, const Entry& entry) {
   Sequence& s = *entry.seq;
-  if (!entry.external && entry.num_nodes < entry.start / n_) return;  // some before are not stored: at the end
-  const int64_t full = std::min(s.scheduled, s.num_known) / n_;
+  if (!entry.external && entry.num_nodes < whole_blocks(entry.start)) return;  // some before are not stored: at the end
+  const int64_t full = whole_blocks(std::min(s.scheduled, s.num_known));
   if (entry.num_nodes >= full) return;
   ensure_finders(s, full);
   tree_.prefetch(s.finders[static_cast<size_t>(entry.num_nodes)]);
@@ -186,7 +219,7 @@ void Core::add_pending(Step& step) {
 
 void Core::add_pending(Entry& entry) {
   Sequence& s = *entry.seq;
-  const int32_t before = end_node(s), full = static_cast<int32_t>(std::min(s.scheduled, s.num_known) / n_);
+  const int32_t before = end_node(s), full = static_cast<int32_t>(whole_blocks(std::min(s.scheduled, s.num_known)));
   // Behind a node that is not there nothing is. One that is there was computed twice: adopted when the step ends.
   if (tree_.find(s.finders[entry.num_nodes], before, &s.tokens[int64_t{entry.num_nodes} * n_],
                  s.extras_of(entry.num_nodes))) {
@@ -253,12 +286,12 @@ void Core::to_waiting(Sequence& s) {
     held.state = held.computed_state = -1;
   }
   ++s.generation;
-  s.admitted = false;
+  s.admitted = s.own_tail = false;
   s.scheduled = s.computed = 0;
   move_end(end, 0);
 }
 
-void Core::out_of_blocks(Step& step, size_t first, const std::vector<Item>& items) {
+void Core::out_of_blocks(Step& step, size_t first) {
   std::string message = "the step does not fit from item " + std::to_string(first) + " on:";
   std::vector<int64_t> missing = missing_now();
   for (int g = 0; g < num_groups(); ++g) {
@@ -270,11 +303,12 @@ void Core::out_of_blocks(Step& step, size_t first, const std::vector<Item>& item
   message += " give fewer items or tokens, release or pause a sequence, or enlarge the budget";
   undo_plan(step);
   std::vector<int64_t> ids;
-  for (size_t i = first; i < items.size(); ++i) ids.push_back(items[i].sequence);
+  for (size_t i = first; i < wanted_.size(); ++i) ids.push_back(wanted_[i].sequence->id);
   throw OutOfBlocks(message, std::move(ids), std::move(missing));
 }
 
-void Core::carry_out(Step& step, Entry& entry) {
+// `copy`: the first of the step's copies that is not an earlier entry's.
+void Core::carry_out(Step& step, Entry& entry, size_t& copy) {
   Sequence& s = *entry.seq;
   const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
   if (entry.num_drafts) {
@@ -296,11 +330,11 @@ void Core::carry_out(Step& step, Entry& entry) {
       continue;
     }
     if (entry.admitted) claim_pending(g, s, entry);
-    const size_t size = static_cast<size_t>(ceil_div(entry.last(), n_));
+    const size_t size = static_cast<size_t>(blocks_for(entry.last()));
     while (held.table.size() < size) held.table.push_back(blocks_.take(g));
   }
-  for (Copy& c : step.copies) {
-    if (c.entry != self) continue;
+  for (; copy < step.copies.size() && step.copies[copy].entry == self; ++copy) {
+    Copy& c = step.copies[copy];
     c.dst = blocks_.take(c.group);
     s.held[c.group].table[c.index] = c.dst;
     ++s.generation;

@@ -41,8 +41,8 @@ Tokens = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | Iterable[int]
 Drafts = tuple[Sequence[int], Sequence[int] | None]
 
 
-def _ids(tokens: Tokens) -> list[int] | NDArray[Any]:
-    return tokens if isinstance(tokens, (list, np.ndarray)) else list(tokens)
+def _ids(tokens: Tokens) -> list[int] | tuple[int, ...] | NDArray[Any]:
+    return tokens if isinstance(tokens, (list, tuple, np.ndarray)) else list(tokens)
 
 
 class Ledger:
@@ -93,6 +93,7 @@ class Ledger:
             plan.checkpoint_interval,
         ]
         mask = ((1 << finder_bits) - 1) << (64 - finder_bits)
+        self._results = _native.Results(StepDecision, BlockCopy, Admission, DraftRows, Onboard, Evicted)
         self._core = _native.Ledger(
             [_group(g) for g in plan.groups], limits, mask, portable_sha, self._policy is not None, offer, events
         )
@@ -142,7 +143,7 @@ class Ledger:
         if retention:
             self._timed = self._timed or any(r.duration is not None for r in retention)
         sequence = self._core.open(
-            tokens if isinstance(tokens, (list, np.ndarray)) else list(tokens),
+            tokens if isinstance(tokens, (list, tuple, np.ndarray)) else list(tokens),
             b"" if salt is None else encode(salt),
             b"" if lora_id is None else encode(lora_id),
             [(m.start, m.start + m.num_tokens, encode(m.key)) for m in media] if media else [],
@@ -161,12 +162,12 @@ class Ledger:
             token_ids: One id a sequence; None for tokens that are known later, see `resolve`.
         """
         ids = sequences.sampled if isinstance(sequences, StepDecision) else sequences
-        self._core.extend(np.asarray(ids, np.int64), None if token_ids is None else _ids(token_ids))
+        self._core.extend(_ids(ids), None if token_ids is None else _ids(token_ids))
 
     def resolve(self, sequences: StepDecision | Sequence[int] | NDArray[np.int64], token_ids: Tokens) -> None:
         """Say what the oldest unknown token of each of `sequences` is; blocks that waited for it become matchable."""
         ids = sequences.sampled if isinstance(sequences, StepDecision) else sequences
-        self._core.resolve(np.asarray(ids, np.int64), _ids(token_ids))
+        self._core.resolve(_ids(ids), _ids(token_ids))
 
     def append(self, sequence: int, token_ids: Tokens) -> None:
         """Append known tokens to one sequence; they are not computed yet."""
@@ -232,14 +233,13 @@ class Ledger:
         if self._lookup is not None:
             self._ask_tiers(items)
         given = _given(drafts) if drafts else []
-        return _decision(
-            self._core.begin_step(
-                items if type(items) is list else list(items),
-                arrays.native,
-                commit,
-                given,
-                self._clock() if self._timed else 0.0,
-            )
+        return self._core.begin_step(
+            items if type(items) is list else list(items),
+            arrays.native,
+            commit,
+            given,
+            self._clock() if self._timed else 0.0,
+            self._results,
         )
 
     def decode_step(
@@ -264,10 +264,12 @@ class Ledger:
                 `begin_step` once there is room.
         """
         ended = -1 if previous is None else previous.step
-        found = self._core.decode_step(ended, sequences, _ids(token_ids), arrays.native, self._now())
+        decision = self._core.decode_step(
+            ended, _ids(sequences), _ids(token_ids), arrays.native, self._now(), self._results
+        )
         if self._policy is not None:
             self._rekey()
-        return _decision(found)
+        return decision
 
     def _ask_tiers(self, items: Sequence[tuple[int, int]]) -> None:
         assert self._lookup is not None
@@ -344,10 +346,8 @@ class Ledger:
         Growing gives ids at the end. Shrinking drops cached blocks by value, then moves blocks from the end into
         freed rows; it stops above a pinned block.
         """
-        reached, moves, stopped_by, evicted = self._core.resize(group, num_blocks)
-        return Resized(
-            reached, tuple((m[1], m[2]) for m in moves), None if stopped_by < 0 else stopped_by, _evicted(evicted or ())
-        )
+        reached, moves, stopped_by, evicted = self._core.resize(group, num_blocks, self._results)
+        return Resized(reached, tuple((m[1], m[2]) for m in moves), None if stopped_by < 0 else stopped_by, evicted)
 
     # --- looking --------------------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Ledger:
 
     def stored(self) -> tuple[Evicted, ...]:
         """Return every whole block of the tree, parents before children: what tiers below may keep too."""
-        return _evicted(self._core.stored())
+        return self._core.stored(self._results)
 
     def tokens(self, sequence: int) -> list[int]:
         """Return its token ids; -1 for one not known yet."""
@@ -378,30 +378,19 @@ class Ledger:
 
     def sequence_stats(self, sequence: int) -> SequenceStats:
         """Return where its tokens came from."""
-        found = self._core.sequence(sequence)
-        return SequenceStats(
-            num_tokens=found["num_tokens"],
-            num_known=found["num_known"],
-            num_computed=found["num_computed"],
-            num_cached=found["num_cached"],
-            num_partial=found["num_partial"],
-            num_missed=found["num_missed"],
-            num_resumed=found["num_resumed"],
-            admitted=bool(found["admitted"]),
-            paused=bool(found["paused"]),
-        )
+        return SequenceStats(*self._core.sequence(sequence))
 
     def num_tokens(self, sequence: int) -> int:
         """Return how many tokens it has, computed or not."""
-        return self._core.sequence(sequence)["num_tokens"]
+        return self._core.num_tokens(sequence)
 
     def num_cached_tokens(self, sequence: int) -> int:
         """Return how many of its tokens were found in the tree at admission."""
-        return self._core.sequence(sequence)["num_cached"]
+        return self._core.num_cached(sequence)
 
     def num_computed_tokens(self, sequence: int) -> int:
         """Return how many of its tokens are held, cached ones included."""
-        return self._core.sequence(sequence)["num_computed"]
+        return self._core.num_computed(sequence)
 
     def table(self, sequence: int, group: int = 0) -> tuple[list[int], int]:
         """Return (block table, computed tokens) of a sequence; -1 = not held."""
@@ -416,7 +405,7 @@ class Ledger:
         """Take the events since the last call, oldest first."""
         return [
             Event(number, KINDS[kind], group, block, None if to < 0 else to, key, parent, start,
-                  tuple(tokens.tolist()), priority, salt, lora)
+                  tokens, priority, salt, lora)
             for number, kind, group, block, to, key, parent, start, tokens, priority, salt, lora in self._core.events()
         ]  # fmt: skip
 
@@ -441,35 +430,8 @@ def _given(drafts: Mapping[int, Drafts]) -> list[tuple[int, object, list[int]]]:
     return [(sequence, _ids(ids), list(parents or ())) for sequence, (ids, parents) in drafts.items()]
 
 
-class _Draft:
-    """A decision while it is filled: the same slots, not frozen yet. A frozen `__init__` costs 0.8 us more a step."""
-
-    __slots__ = tuple(StepDecision.__dataclass_fields__)
-
-
-def _decision(row: tuple[Any, ...]) -> StepDecision:
-    made: Any = _Draft()
-    made.step, made.sequences, made.total_tokens, made.num_samples = row[:4]
-    copies, admitted, made.sampled, drafts, onboards, evicted = row[4:]
-    made.copies = tuple([BlockCopy(*c) for c in copies]) if copies else ()
-    made.admitted = tuple([Admission(*a) for a in admitted]) if admitted else ()
-    made.drafts = tuple([DraftRows(*d) for d in drafts]) if drafts else ()
-    made.onboards = tuple([Onboard(*o) for o in onboards]) if onboards else ()
-    made.evicted = _evicted(evicted) if evicted else ()
-    made.__class__ = StepDecision
-    decision: StepDecision = made
-    return decision
-
-
 def _media(media: Sequence[Media]) -> list[tuple[int, int, bytes]]:
     return [(m.start, m.start + m.num_tokens, encode(m.key)) for m in media]
-
-
-def _evicted(rows: Iterable[tuple[Any, ...]]) -> tuple[Evicted, ...]:
-    return tuple(
-        Evicted(group, block, key, parent, index, priority, uses, tuple(tokens.tolist()), extras)
-        for group, block, key, parent, index, priority, uses, tokens, extras in rows
-    )
 
 
 def _group(group: GroupPlan) -> list[int]:
