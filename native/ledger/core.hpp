@@ -164,6 +164,7 @@ class Core {
   void find_pending(const Step& step, const Entry& entry);
   void add_pending(Step& step);
   void add_pending(Entry& entry);
+  void promise(const Sequence& s, int32_t index, int32_t n);
   void drop_pending(Entry& entry);
   void to_waiting(Sequence& s);
   void claim_pending(int g, Sequence& s, const Entry& entry);

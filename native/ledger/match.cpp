@@ -31,7 +31,7 @@ int32_t Core::longest_valid(int g, int32_t n) const {
     while (n > 0 && tree_.block(path_[n - 1], g) < 0) --n;
     return n;
   }
-  const auto held = [&](int32_t i) { return tree_.block(path_[i], g) >= 0 || tree_[path_[i]].pending; };
+  const auto held = [&](int32_t i) { return tree_.block(path_[i], g) != -1; };  // or will be
   const int32_t sink = sink_blocks(g);
   for (int32_t i = n - 1; n > 0 && i >= 0; --i) {
     if (i < first_needed(g, int64_t{n} * n_)) i = std::min(i, sink - 1);
@@ -145,7 +145,7 @@ void Core::hold_match(Sequence& s, const Match& m) {
       if (i >= k) break;
       if (i + kAhead < k) groups_[g].prefetch(tree_.block(path_[i + kAhead], g));
       if (i + kAhead / 2 < k) groups_[g].prefetch_around(tree_.block(path_[i + kAhead / 2], g));
-      held.table[i] = tree_.block(path_[i], g);  // -1: an earlier sequence of this step fills it; see claim_pending
+      held.table[i] = std::max(-1, tree_.block(path_[i], g));  // promised ones later: see claim_pending
       if (held.table[i] >= 0) blocks_.claim(g, held.table[i], &claims_);
     }
     if (x == 0) continue;

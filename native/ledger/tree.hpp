@@ -21,8 +21,9 @@ namespace kvpool::ledger {
 
 using Key = std::array<uint8_t, 16>;
 
-constexpr uint16_t kPending = 1;  // filled by a step that has not ended
-constexpr uint16_t kTaken = 2;    // becomes a sequence's own when the step being planned opens
+constexpr int32_t kPromised = -2;  // block of a pending node: who fills it will have one; -1: it never will
+constexpr uint16_t kPending = 1;   // filled by a step that has not ended
+constexpr uint16_t kTaken = 2;     // becomes a sequence's own when the step being planned opens
 
 struct alignas(64) Node {
   uint64_t finder;

@@ -131,3 +131,21 @@ def test_windows_alone_keep_their_nodes_within_bounds() -> None:
         d.ledger.release(a)
         d.ledger.check()
         assert d.ledger.stats().num_nodes <= 2 * 16 + 2 * (64 // 4 + 16)
+
+
+def test_what_comes_from_below_is_not_matched_where_its_window_lacks_blocks() -> None:
+    """A block on its way up has no window block where its own sequence does not need one: others cannot use it."""
+    d = Driver(make_plan((FULL, 16), (Lifetime(window=5), 16)), offer=True)
+    a, _ = d.prefill(range(37))
+    d.ledger.release(a)
+    b, _ = d.prefill(range(100, 164))
+    d.ledger.release(b, keep=False)
+    assert d.ledger.peek(range(37)) == 0
+    n = 9
+    d.ledger._lookup = lambda keys: n if len(keys) == n and (1, keys[-1]) in d.store else 0
+    c, e = d.open(range(37)), d.open([*range(18), 99, 98, 97])
+    step = d.step((c, 37), (e, 37))  # the driver checks every block that e reads
+    assert (d.cached(step, c), d.cached(step, e)) == (36, 0)
+    assert {o.index for o in step.onboards if o.group == 1} == {8}
+    f, step = d.prefill([*range(36), 99])
+    assert d.cached(step, f) == 36

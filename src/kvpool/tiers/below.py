@@ -87,7 +87,6 @@ class Below:
         self._tokens_per_block = plan.tokens_per_block
         self._waiting: dict[int, Load | None] = {}
         self._asked: set[int] = set()
-        self._has_windows = any(group.name != "full" for group in plan.groups)
         self.num_deferred = 0
 
     # --- sequences ------------------------------------------------------------------------------------------
@@ -150,16 +149,9 @@ class Below:
                 if load is not None:
                     self.transfer.wait(load)
             under_way = set()
-        alone = None
         for sequence, load in loads.items():
             if sequence not in under_way:
-                count = 0 if load is None else self.transfer.loaded(load)
-                self._ledger.expect(sequence, count)
-                if load is not None and count > load.first and self._has_windows:
-                    alone = sequence
-        if alone is not None:
-            # What comes up of a window lacks what it no longer sees: nobody may match it before this step ends.
-            under_way |= {sequence for sequence in waiting if sequence != alone}
+                self._ledger.expect(sequence, 0 if load is None else self.transfer.loaded(load))
         return [item for item in items if item[0] not in under_way]
 
     def carry_out(self, decision: StepDecision) -> bool:
