@@ -37,6 +37,7 @@ class KVCache(LayerAccess):
         disk: Directory for blocks that outlive the process.
         disk_size: The most it may take.
         model: What tells these weights from all others; needed with a disk, as blocks are of use to no other model.
+        host_codec: Format of the blocks below the device, smaller than the device's; what comes back has its error.
 
     Invariants: no address, stride or capacity changes while the cache lives; one thread opens steps.
     """
@@ -56,9 +57,10 @@ class KVCache(LayerAccess):
         disk: str | Path | None = None,
         disk_size: int | str | None = None,
         model: str = "",
+        host_codec: str | None = None,
     ) -> None:
         super().__init__(plan, device, backend, num_threads=num_threads, touch=touch)
-        self._tiers = tier_options(plan, host_size, disk, disk_size, model)
+        self._tiers = tier_options(plan, host_size, disk, disk_size, model, host_codec, device)
         self._below: Below | None = None
         self.ledger = Ledger(plan, clock=clock or time.monotonic, policy=policy, offer=self._tiers is not None)
         self._turn = 0
@@ -269,7 +271,7 @@ class KVCache(LayerAccess):
         if self._tiers is None:
             raise PlanError("this cache has no tiers below its device; make it with host_size= or disk=")
         if self._below is None:
-            self._below = open_below(self.plan, self.pools, self.ledger, self._tiers)
+            self._below = open_below(self.plan, self.pools, self.ledger, self.backend, self._tiers)
         return self._below
 
     def tier_stats(self) -> dict[str, TierStats]:

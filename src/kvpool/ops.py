@@ -139,6 +139,25 @@ def read(backend: Backend, part: Part, slots: torch.Tensor, dtype: torch.dtype =
     return out
 
 
+def convert(backend: Backend, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
+    """Store what one part holds at `source_slots [n]` at `slots [n]` of another, of any codec and layout.
+
+    Raises:
+        LayoutError: The parts hold other vectors, or the slots are no lists of equal length.
+    """
+    if (source.num_heads, source.vector.dim) != (part.num_heads, part.vector.dim):
+        raise LayoutError(
+            f"{source.name} has {source.num_heads} heads of {source.vector.dim}, {part.name} has {part.num_heads} of"
+            f" {part.vector.dim}; convert between parts of one model"
+        )
+    device = part.planes["data"].tensor.device
+    check_slots("source_slots", source_slots, 1, device)
+    check_slots("slots", slots, 1, device)
+    if len(slots) != len(source_slots):
+        raise LayoutError(f"source_slots and slots must be alike, got {len(source_slots)} and {len(slots)}")
+    backend.convert(source, source_slots, part, slots)
+
+
 def state_read(part: Part, shape: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
     """Decode the states in `slots`.
 

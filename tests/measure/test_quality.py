@@ -59,6 +59,17 @@ def test_a_better_format_has_a_smaller_error_by_every_measure(model: Any, ids: l
     assert all(len(row.layers) == 3 for row in order)
 
 
+def test_a_prefix_from_a_tier_of_a_smaller_format_costs_less_than_storing_all_in_it(model: Any, ids: list[int]) -> None:
+    windows = cut(ids[100:], ids[:100], prefix=64, scored=40, num_windows=3)
+    meter = Meter(model, windows, parse_variant("fp32"), backend="reference")
+    names = ("nvfp4-token", "fp32>nvfp4-token", "fp32>fp32")
+    rows = {row.codec: row for row in meter.measure([parse_variant(n) for n in names])}
+    stored, below, nothing = (rows[name] for name in names)
+    assert 0 < below.kl < stored.kl
+    assert (below.bits_per_element, below.attention_error) == (stored.bits_per_element, stored.attention_error)
+    assert nothing.kl == pytest.approx(0, abs=1e-9), "a format that loses nothing costs nothing"
+
+
 def test_the_baseline_differs_from_itself_by_nothing(model: Any, ids: list[int]) -> None:
     row = measured(model, ids)["fp32"]
     assert (row.kl, row.top1_agreement, row.perplexity_change, row.attention_error) == (0.0, 1.0, 0.0, 0.0)
@@ -196,6 +207,7 @@ def test_logit_noise_ignores_what_all_keys_share_and_finds_outlier_channels() ->
         ("fp8", Variant("fp8", "fp8", "fp8")),
         ("fp8/nvfp4-token", Variant("fp8/nvfp4-token", "fp8", "nvfp4-token")),
         ("int8-tensor:unit", Variant("int8-tensor:unit", "int8-tensor", "int8-tensor", scales="unit")),
+        ("bf16>fp8", Variant("bf16>fp8", "bf16", "bf16", below="fp8")),
         ("int8+rotation+smoothing", Variant("int8+rotation+smoothing", "int8", "int8", True, True)),
     ],
 )
@@ -213,6 +225,8 @@ def test_a_variant_is_read_from_one_word(text: str, want: Variant) -> None:
         ("fp8:unit", "no constant scale"),
         ("fp8-tensor:big", "option 'big'"),
         ("bf16+rotation", "not quantised"),
+        ("bf16>fp8-tensor", "no constant scales"),
+        ("bf16>", "unknown codec ''"),
     ],
 )
 def test_a_wrong_variant_is_refused_with_the_reason(text: str, reason: str) -> None:

@@ -94,6 +94,9 @@ class Backend(Protocol):
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
         """Decode the tokens at `slots [n]` int64 into `out [n, H, D]`; a slot of -1 gives zeros."""
 
+    def convert(self, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
+        """Store the vectors at `source_slots [n]` of one part at `slots [n]` of another of any codec and layout."""
+
     def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks `(source, destination)` of a group, all planes and layers."""
 

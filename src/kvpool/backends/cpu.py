@@ -231,6 +231,11 @@ class CpuBackend:
             out.data_ptr(), _DTYPES[out.dtype], out.stride(0), out.stride(1),
         )  # fmt: skip
 
+    def convert(self, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
+        _native.convert(
+            self._workers, self._store(source), source_slots.data_ptr(), self._store(part), slots.data_ptr(), len(slots)
+        )
+
     def copy(self, pools: Pools, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         slab = pools.slabs[group]
         ids = torch.tensor(pairs, dtype=torch.int32).T.contiguous()  # [2, n]

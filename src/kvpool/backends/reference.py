@@ -45,15 +45,23 @@ class ReferenceBackend:
 
     def write(self, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:
         for part, x in zip(parts, tensors, strict=True):
-            slots = step.groups[part.group].slots
-            keep = slots >= 0
-            block, offset = slots[keep] // part.tokens_per_block, slots[keep] % part.tokens_per_block
-            constants = part.constants
-            constants.freeze()
-            stored = transform(x[keep], constants.smoothing, constants.rotation_block)
-            encoded = part.codec.encode(stored, part.vector, constants.scale, constants.counts)
-            for name, values in encoded.items():
-                part.planes[name].tensor[block, :, offset] = values  # [T, H, C]
+            self.store(part, x, step.groups[part.group].slots)
+
+    def store(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
+        """Encode `x [n, H, D]` into `slots [n]`; a slot of -1 writes nothing."""
+        keep = slots >= 0
+        block, offset = slots[keep] // part.tokens_per_block, slots[keep] % part.tokens_per_block
+        constants = part.constants
+        constants.freeze()
+        stored = transform(x[keep], constants.smoothing, constants.rotation_block)
+        encoded = part.codec.encode(stored, part.vector, constants.scale, constants.counts)
+        for name, values in encoded.items():
+            part.planes[name].tensor[block, :, offset] = values  # [T, H, C]
+
+    def convert(self, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
+        held = source_slots >= 0
+        n = source.tokens_per_block
+        self.store(part, self.decode(source, source_slots[held] // n, source_slots[held] % n), slots[held])
 
     def decode(self, part: Part, block: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         """Decode the tokens at (block, offset) `[n]`, to fp32 `[n, H, D]`."""

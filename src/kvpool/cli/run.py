@@ -155,6 +155,9 @@ def run(
         int | None, typer.Option(min=1, help="Threads of torch and of the kernels; default: all CPUs")
     ] = None,
     host_size: Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")] = None,
+    host_codec: Annotated[
+        str | None, typer.Option(help="Format of blocks in host memory and on disk; default: the cache's own")
+    ] = None,
     disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the run")] = None,
     disk_size: Annotated[str | None, typer.Option(help="The most the directory may take")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")] = False,
@@ -202,6 +205,7 @@ def run(
         backend=backend,
         num_threads=threads,
         host_size=host_size,
+        host_codec=host_codec,
         disk=disk,
         disk_size=disk_size,
         model=weights,

@@ -167,11 +167,13 @@ class Meter:
         for window in self.windows.scored:
             exact = None
             for variant, run, tally in zip(everyone, runs, tallies, strict=True):
-                logits = self.logits(run, window)
+                logits = self.logits(run, window, through_tiers=variant.below is not None)
                 exact = logits if exact is None else exact
                 tally.add(exact, logits, window[self.windows.prefix + 1 :])
                 self.progress(variant.name)
         rows = []
+        # What the tiers hold is measured where it is stored like that.
+        caches = [c if v.below is None else self.cache(v.at_rest) for v, c in zip(everyone, caches, strict=True)]
         for variant, cache, tally in zip(everyone, caches, tallies, strict=True):
             row = Row(variant.name, bits_per_element(cache))
             tally.fill(row, tallies[0])
@@ -193,7 +195,8 @@ class Meter:
             max_step_tokens=length,
             max_sequences=1,
         )
-        cache = KVCache(plan, backend=self.backend)
+        size = None if variant.below is None else plan.budget_bytes
+        cache = KVCache(plan, backend=self.backend, host_size=size, host_codec=variant.below)
         variant.prepare(cache, self.sample() if variant.needs_calibration else {})
         return cache
 
@@ -206,11 +209,22 @@ class Meter:
             self.progress("calibration")
         return self._sample
 
-    def logits(self, run: PackedCache, window: torch.Tensor) -> torch.Tensor:
-        """Return the logits of a window's scored positions, `[num_scored, vocabulary]`; the window is forgotten."""
+    def logits(self, run: PackedCache, window: torch.Tensor, *, through_tiers: bool = False) -> torch.Tensor:
+        """Return the logits of a window's scored positions, `[num_scored, vocabulary]`; the window is forgotten.
+
+        Args:
+            run: A cache and the model.
+            window: Token ids.
+            through_tiers: The prefix comes back from the tiers below before the rest is computed.
+        """
         sequence = run.cache.sequence(window.tolist())
-        with run.cache.step([(sequence, len(window))], commit=False) as step:
-            logits = run.forward(step, rows=torch.arange(self.windows.prefix, len(window) - 1))
+        first = self.windows.prefix if through_tiers else 0
+        if first:
+            with run.cache.step([(sequence, first)], commit=False) as step:
+                run.forward(step, rows=torch.tensor([0]))
+            run.cache.below.pass_through(sequence.id)
+        with run.cache.step([(sequence, len(window) - first)], commit=False) as step:
+            logits = run.forward(step, rows=torch.arange(self.windows.prefix - first, len(window) - 1 - first))
         sequence.release(keep=False)
         return logits
 

@@ -1,5 +1,5 @@
 """How a stored format and its options are written in one word: `fp8`, `fp8/nvfp4-token`, `int8-tensor:unit`,
-`nvfp4-token+smoothing+rotation`. Knows no model.
+`nvfp4-token+smoothing+rotation`, `bf16>fp8` (below the device: fp8). Knows no model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Variant:
         smoothing: Smooth the keys.
         rotation: Rotate keys and values.
         scales: `calibrated` or `unit`, for codecs with a constant scale.
+        below: Codec that blocks have below the device, whence they came back; None when they never left it.
     """
 
     name: str
@@ -37,11 +38,17 @@ class Variant:
     smoothing: bool = False
     rotation: bool = False
     scales: str = "calibrated"
+    below: str | None = None
 
     @property
     def codec(self) -> dict[str, str]:
         """The `codec` argument of `make_plan`."""
         return {"*": self.k, "v": self.v}
+
+    @property
+    def at_rest(self) -> Variant:
+        """The format below the device, as a format of its own."""
+        return self if self.below is None else Variant(self.name, self.below, self.below)
 
     @property
     def needs_calibration(self) -> bool:
@@ -67,12 +74,15 @@ class Variant:
 
 
 def parse_variant(text: str) -> Variant:
-    """Read `CODEC`, or `K/V`, then any of `:unit`, `+smoothing`, `+rotation`.
+    """Read `CODEC`, or `K/V`, then any of `:unit`, `+smoothing`, `+rotation`; and `>CODEC` for blocks below the device.
 
     Raises:
         PlanError: A codec or an option is unknown, or an option is of no use to the codec.
     """
-    word, *options = text.strip().split("+")
+    device, arrow, below = text.strip().partition(">")
+    if arrow and get_codec(below).constant_scale:
+        raise PlanError(f"{text!r}: tiers have no constant scales; write a codec that stores its own behind >")
+    word, *options = device.split("+")
     codecs, _, scales = word.partition(":")
     k, slash, v = codecs.partition("/")
     v = v if slash else k
@@ -87,4 +97,6 @@ def parse_variant(text: str) -> Variant:
         raise PlanError(f"{text!r}: {codecs} has no constant scale to set; leave :{scales} out")
     if options and not (parts["keys"].quantised or parts["values"].quantised):
         raise PlanError(f"{text!r}: {codecs} is not quantised, so {options[0]} cannot help it; leave it out")
-    return Variant(text.strip(), k, v, "smoothing" in options, "rotation" in options, scales or "calibrated")
+    return Variant(
+        text.strip(), k, v, "smoothing" in options, "rotation" in options, scales or "calibrated", below or None
+    )

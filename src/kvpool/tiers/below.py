@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from kvpool.backends import Backend
+from kvpool.codecs import get_codec
 from kvpool.errors import KVError, TierError, UnsupportedError
 from kvpool.ledger import Ledger, StepDecision
 from kvpool.plan import Plan
@@ -17,6 +19,7 @@ from kvpool.plan.budget import parse_bytes
 from kvpool.pools import Pools
 from kvpool.tiers.base import TierStats, pack_tokens
 from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.doors import CodecDoor, Door, SlabDoor
 from kvpool.tiers.host import HostTier
 from kvpool.tiers.identity import block_identity
 from kvpool.tiers.loads import Chain, Load
@@ -36,12 +39,14 @@ class TierOptions:
         disk: Directory; None for none.
         disk_bytes: The most the directory may take; None for no cap.
         model: What tells the model's weights from all others; a disk needs it.
+        codec: Format of the blocks there; None for the device's own.
     """
 
     host_bytes: int | None = None
     disk: Path | None = None
     disk_bytes: int | None = None
     model: str = ""
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         if self.disk is not None and not self.model:
@@ -52,17 +57,48 @@ class TierOptions:
 
 
 def tier_options(
-    plan: Plan, host_size: int | str | None, disk: str | Path | None, disk_size: int | str | None, model: str
+    plan: Plan,
+    host_size: int | str | None,
+    disk: str | Path | None,
+    disk_size: int | str | None,
+    model: str,
+    codec: str | None,
+    device: str,
 ) -> TierOptions | None:
-    """Read what a cache is asked for below its device; None for nothing. Budgets of the plan are the defaults."""
+    """Read what a cache is asked for below its device; None for nothing. Budgets of the plan are the defaults.
+
+    Raises:
+        TierError: The options make no sense together.
+        UnsupportedError: This cache can have no tiers.
+    """
     budgets = {tier.name: tier.budget_bytes for tier in plan.tiers}
     host = budgets.get("host") if host_size is None else parse_bytes(host_size, "host_size")
     cap = budgets.get("disk") if disk_size is None else parse_bytes(disk_size, "disk_size")
     if disk_size is not None and disk is None:
         raise TierError(f"disk_size is {disk_size!r}, but there is no directory; give disk=")
     if not host and disk is None:
+        if codec is not None:
+            raise TierError(
+                f"host_codec is {codec!r}, but there is no tier to hold such blocks; give host_size or disk"
+            )
         return None
-    return TierOptions(host or None, None if disk is None else Path(disk), cap or None, model)
+    states = [group.name for group in plan.groups if group.is_state]
+    if states:
+        raise UnsupportedError(
+            f"tiers below the device keep no recurrent states yet ({', '.join(states)}), and attention blocks are of no"
+            " use without the state at their end; leave host and disk out for this model"
+        )
+    if device != "cpu":
+        raise UnsupportedError(
+            f"tiers below the device copy between host addresses, and this cache is on {device!r}; leave host and disk"
+            " out there"
+        )
+    if codec is not None and get_codec(codec).constant_scale:
+        raise UnsupportedError(
+            f"host_codec {codec!r} needs constant scales, and tiers have none of their own; choose one that stores its"
+            " scales, such as fp8, int8 or nvfp4-token"
+        )
+    return TierOptions(host or None, None if disk is None else Path(disk), cap or None, model, codec)
 
 
 class Below:
@@ -77,11 +113,6 @@ class Below:
     """
 
     def __init__(self, plan: Plan, ledger: Ledger, transfer: Transfer) -> None:
-        if any(group.is_state for group in plan.groups):
-            raise UnsupportedError(
-                "tiers below the device keep no recurrent states yet, and attention blocks are of no use without them;"
-                " leave host and disk out for this model"
-            )
         self._ledger = ledger
         self.transfer = transfer
         self._tokens_per_block = plan.tokens_per_block
@@ -107,12 +138,13 @@ class Below:
 
     def _ask(self, sequence: int) -> None:
         self._asked.add(sequence)
-        keys = self._ledger.keys(sequence)
+        n = self._tokens_per_block
+        ids = self._ledger.tokens(sequence)
+        # One token is left to compute. Were its block counted, a window would lack what it sees a block earlier.
+        keys = self._ledger.keys(sequence)[: max(len(ids) - 1, 0) // n]
         matched = self._ledger.matched(sequence)
         if len(keys) <= matched:
             return
-        n = self._tokens_per_block
-        ids = self._ledger.tokens(sequence)
         tokens = [pack_tokens(ids[i * n : (i + 1) * n]) for i in range(len(keys))]
         self._waiting[sequence] = self.transfer.start(Chain(keys, tokens, self._ledger.extras(sequence)), matched)
 
@@ -179,6 +211,17 @@ class Below:
             self.released(admission.sequence)
         return True
 
+    def pass_through(self, sequence: int) -> None:
+        """Make of a sequence's whole blocks what a trip through the tiers makes of them, to measure it."""
+        door = self.transfer.door
+        for group, plan in enumerate(door.plan.groups):
+            table, length = self._ledger.table(sequence, group)
+            held = [(group, block) for block in table[: length // plan.tokens_per_block] if block >= 0]
+            for at in range(0, len(held), door.num_blocks):
+                blocks = held[at : at + door.num_blocks]
+                door.leave(blocks)
+                door.enter(blocks, [True] * len(blocks))
+
     # --- whole cache ----------------------------------------------------------------------------------------
 
     def flush(self, timeout_s: float) -> bool:
@@ -224,24 +267,21 @@ class Below:
             raise KVError(f"{self.transfer.host.num_pinned} blocks of the host tier are held by nobody's load")
 
 
-def open_below(plan: Plan, pools: Pools, ledger: Ledger, options: TierOptions) -> Below:
+def open_below(plan: Plan, pools: Pools, ledger: Ledger, backend: Backend, options: TierOptions) -> Below:
     """Open the tiers of a cache. Its constants are frozen by it: stored blocks depend on them.
 
     Raises:
         PlanMismatch: The directory belongs to another plan, model or constants.
         TierError: It cannot be used, or a tier is too small for a block.
-        UnsupportedError: The model has recurrent states.
     """
-    if pools.device != "cpu":
-        raise UnsupportedError(
-            f"tiers below the device copy between host addresses, and this cache is on {pools.device!r}; leave host and"
-            " disk out there"
-        )
     for constants in pools.constants.values():
         constants.freeze()
-    identity = block_identity(plan, pools.constants, options.model)
-    sizes = [group.bytes_per_block for group in plan.groups]
+    door: Door = SlabDoor(plan, pools)
+    if options.codec is not None:
+        door = CodecDoor(plan, pools, backend, options.codec)
+    identity = block_identity(door.plan, door.constants, options.model, origin=door.origin)
+    sizes = [group.bytes_per_block for group in door.plan.groups]
     host_bytes = max(STAGING_BYTES, 4 * max(sizes)) if options.host_bytes is None else options.host_bytes
     host = HostTier(host_bytes, sizes, identity)
     disk = None if options.disk is None else DiskTier(options.disk, identity, size_bytes=options.disk_bytes)
-    return Below(plan, ledger, Transfer(plan, pools, host, disk))
+    return Below(plan, ledger, Transfer(door, host, disk))

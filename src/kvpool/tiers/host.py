@@ -132,6 +132,18 @@ class HostTier:
             ticket.finish(index, self._counters.outcome(outcome, payload_bytes(pieces)))
         return ticket
 
+    def renew(self, entries: Sequence[Entry]) -> list[bool]:
+        """Say which blocks are there with this content, as `put` would; they become the most recently used."""
+        there = []
+        with self._lock:
+            for entry in entries:
+                slot = self._published(entry.id)
+                there.append(slot is not None and not slot.entry.differing(entry))
+                if there[-1]:
+                    self._order.touch(entry.id, entry.priority)
+                    self._counters.outcome(STORED, 0)
+        return there
+
     def drop(self, ids: Sequence[BlockId]) -> int:
         """Forget blocks; one being copied is forgotten as soon as that ends and found by nobody from now on."""
         count = 0

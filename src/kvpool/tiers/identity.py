@@ -17,13 +17,16 @@ from kvpool.tiers.base import Identity
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype", "dtype", "use_cache")
 
 
-def block_identity(plan: Plan, constants: Mapping[tuple[int, str], Constants], model: str) -> Identity:
+def block_identity(
+    plan: Plan, constants: Mapping[tuple[int, str], Constants], model: str, *, origin: str = ""
+) -> Identity:
     """Return the identity of a cache's blocks.
 
     Args:
         plan: Its block format decides; codecs, layout and the like are named beside it, so that a mismatch can be read.
         constants: Of all parts; they must not change any more.
         model: A text that tells these weights from all others, such as `weights_identity` gives.
+        origin: What the blocks were converted from; empty when they are as the model wrote them.
     """
     pools = [pool for group in plan.groups for pool in group.pools]
     return Identity(
@@ -37,6 +40,7 @@ def block_identity(plan: Plan, constants: Mapping[tuple[int, str], Constants], m
             "constants": fingerprint(constants).hex(),
             "model": model,
         }
+        | ({"converted_from": origin} if origin else {})
     )
 
 

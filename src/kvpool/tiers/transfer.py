@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvpool.errors import TierError
 from kvpool.ledger.decisions import Evicted
-from kvpool.plan import Plan
-from kvpool.pools import Pools
 from kvpool.tiers.base import BlockId, Entry, Outcome, Pieces, Status, Tier, TierStats, pack_tokens, payload_bytes
 from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.doors import Door
 from kvpool.tiers.host import HostTier
 from kvpool.tiers.lengths import first_needed, longest
 from kvpool.tiers.loads import Chain, Fetch, Load
@@ -40,8 +39,7 @@ class Transfer:
     """Copies blocks between the slabs of one device, a host tier and perhaps a disk tier.
 
     Args:
-        plan: Groups and block sizes.
-        pools: The slabs.
+        door: To the slabs.
         host: Always there: what the disk reads and writes is host memory.
         disk: Or None.
         min_priority: Blocks of a lower priority are dropped when they are evicted.
@@ -52,19 +50,18 @@ class Transfer:
 
     def __init__(
         self,
-        plan: Plan,
-        pools: Pools,
+        door: Door,
         host: HostTier,
         disk: DiskTier | None = None,
         *,
         min_priority: int = MIN_PRIORITY,
     ) -> None:
-        self.plan = plan
+        self.door = door
+        self.plan = door.plan
         self.host = host
         self.disk = disk
         self.min_priority = min_priority
         self.value = HitValue()
-        self._slabs = pools.slabs
         self._condition = threading.Condition()
         self._fetches: dict[BlockId, Fetch] = {}
         #: Blocks of the host tier that the disk has not taken yet.
@@ -133,11 +130,18 @@ class Transfer:
         Returns:
             Which of them hold their content now.
         """
-        batch = [(self._entry(g, chain, index), self._pieces(g, block)) for g, block, chain, index in chain_blocks]
-        found = [outcome.ok for outcome in self.host.get(batch).outcomes]
-        for (entry, _), ok in zip(batch, found, strict=True):
-            if ok:
-                self.value.hit(entry.id)
+        found: list[bool] = []
+        for at in range(0, len(chain_blocks), self.door.num_blocks):
+            part = chain_blocks[at : at + self.door.num_blocks]
+            blocks = [(group, block) for group, block, _, _ in part]
+            entries = [self._entry(group, chain, index) for group, _, chain, index in part]
+            outcomes = self.host.get(list(zip(entries, self.door.room(blocks), strict=True))).outcomes
+            came = [outcome.ok for outcome in outcomes]
+            self.door.enter(blocks, came)
+            found += came
+            for entry, ok in zip(entries, came, strict=True):
+                if ok:
+                    self.value.hit(entry.id)
         return found
 
     # --- down: save, flush ----------------------------------------------------------------------------------
@@ -154,10 +158,17 @@ class Transfer:
         return block.priority >= self.min_priority and len(block.token_ids) == self._tokens(block.group)
 
     def _keep(self, blocks: Sequence[Evicted]) -> list[bool]:
-        batch = [(self._entry_of(block), self._pieces(block.group, block.block)) for block in blocks]
-        kept = [outcome.ok for outcome in self.host.put(batch).outcomes]
+        entries = [self._entry_of(block) for block in blocks]
+        kept = self.host.renew(entries)  # what is there is neither converted nor written again
+        new = [i for i, there in enumerate(kept) if not there]
+        for at in range(0, len(new), self.door.num_blocks):
+            part = new[at : at + self.door.num_blocks]
+            pieces = self.door.leave([(blocks[i].group, blocks[i].block) for i in part])
+            outcomes = self.host.put(list(zip([entries[i] for i in part], pieces, strict=True))).outcomes
+            for i, outcome in zip(part, outcomes, strict=True):
+                kept[i] = outcome.ok
         if self.disk is not None:
-            self._unsaved.update((entry.id, None) for (entry, _), ok in zip(batch, kept, strict=True) if ok)
+            self._unsaved.update((entry.id, None) for entry, ok in zip(entries, kept, strict=True) if ok)
             self.spill()
         return kept
 
@@ -294,10 +305,6 @@ class Transfer:
             block.extras,
             block.priority,
         )
-
-    def _pieces(self, group: int, block: int) -> Pieces:
-        base = self._slabs[group].address
-        return tuple((base + start, size) for start, size in self.plan.groups[group].pieces(block))
 
     def _tokens(self, group: int) -> int:
         return self.plan.groups[group].tokens_per_block
