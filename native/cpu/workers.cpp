@@ -1,5 +1,6 @@
 #include "cpu/workers.hpp"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -24,6 +25,25 @@ void pause_cpu() {
 #endif
 }
 
+// The OpenMP runtime the process has loaded already (torch brings one), by the entry points that compilers call.
+struct OpenMp {
+  void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+  int (*max_threads)();
+  bool found() const { return parallel != nullptr && max_threads != nullptr; }
+};
+
+template <class F>
+void find(F*& function, const char* name) {
+  function = reinterpret_cast<F*>(dlsym(RTLD_DEFAULT, name));
+}
+
+OpenMp loaded_openmp() {
+  OpenMp openmp;
+  find(openmp.parallel, "GOMP_parallel");
+  find(openmp.max_threads, "omp_get_max_threads");
+  return openmp;
+}
+
 }  // namespace
 
 uint8_t* Scratch::reserve(size_t bytes) {
@@ -41,13 +61,11 @@ uint8_t* Scratch::reserve(size_t bytes) {
 
 Scratch::~Scratch() { std::free(memory_); }
 
-Workers::Workers(int num_threads) : num_threads_(num_threads) {
+Workers::Workers(int num_threads) : num_threads_(num_threads), made_by_(getpid()), owner_pid_(getpid()) {
   for (int i = 0; i < num_threads_; ++i) scratch_.push_back(std::make_unique<Scratch>());
-  start();
 }
 
 void Workers::start() {
-  owner_pid_ = getpid();
   for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { loop(i); });
 }
 
@@ -78,22 +96,38 @@ void Workers::loop(int worker) {
   }
 }
 
+bool Workers::run_on_openmp() {
+  static const OpenMp openmp = loaded_openmp();
+  // Another number would make the runtime end and start threads with every call; a forked child has none of them.
+  if (!openmp.found() || made_by_ != getpid() || openmp.max_threads() != num_threads_) return false;
+  busy_.store(0);
+  openmp.parallel(
+      [](void* workers) {
+        auto& self = *static_cast<Workers*>(workers);
+        self.drain(*self.scratch_[self.busy_.fetch_add(1)]);
+      },
+      this, static_cast<unsigned>(num_threads_), 0);
+  return true;
+}
+
 void Workers::run(Body body, void* context, int64_t num_items) {
   std::lock_guard lock(run_mutex_);
   if (num_threads_ == 1 || num_items <= 1) {
     for (int64_t i = 0; i < num_items; ++i) body(context, i, *scratch_[0]);
     return;
   }
-  if (owner_pid_ != getpid()) {  // after a fork the child starts threads of its own
-    for (auto& thread : threads_) thread.detach();
-    threads_.clear();
-    generation_.store(0);
-    start();
-  }
   body_ = body;
   context_ = context;
   num_items_ = num_items;
   next_.store(0);
+  if (run_on_openmp()) return;
+  if (owner_pid_ != getpid()) {  // after a fork the child starts threads of its own
+    for (auto& thread : threads_) thread.detach();
+    threads_.clear();
+    generation_.store(0);
+    owner_pid_ = getpid();
+  }
+  if (threads_.empty()) start();
   busy_.store(num_threads_ - 1);
   generation_.fetch_add(1, std::memory_order_release);
   generation_.notify_all();

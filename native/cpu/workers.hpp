@@ -1,4 +1,7 @@
 // A pool of threads for kernels: the caller works too, idle threads spin for a moment and then sleep.
+//
+// Where the process has an OpenMP runtime set to as many threads (torch's), its threads do the work: they spin after
+// every operation of torch, and threads of our own would wait for the cores they spin on.
 #pragma once
 
 #include <atomic>
@@ -45,13 +48,15 @@ class Workers {
   void loop(int worker);
   void drain(Scratch& scratch);
   void start();
+  bool run_on_openmp();
 
   const int num_threads_;
   std::vector<std::thread> threads_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   Scratch shared_;
   std::mutex call_mutex_, run_mutex_;
-  long owner_pid_ = 0;
+  const long made_by_;  // process
+  long owner_pid_;      // of the threads
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int> busy_{0};
