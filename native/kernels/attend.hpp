@@ -84,6 +84,10 @@ inline void begin(Work& w) {
       w.l[h * w.rows + r] = 0;
       std::memset(w.output(h, r), 0, sizeof(float) * static_cast<size_t>(w.v_pitch));
     }
+}
+
+// Decoded tiles start as zeros: what pads a row is multiplied too.
+inline void clear_tiles(Work& w) {
   std::memset(w.k, 0, sizeof(float) * kTile * static_cast<size_t>(w.k_pitch));
   std::memset(w.v, 0, sizeof(float) * kTile * static_cast<size_t>(w.v_pitch));
 }
@@ -163,8 +167,9 @@ inline bool has_hidden_nonfinite(const Work& w, const float* v, int pitch, uint6
   return false;
 }
 
-inline void accumulate(Work& w, int h, int tokens, const float* v, int pitch, uint64_t all, uint64_t any) {
-  if (all != any && has_hidden_nonfinite(w, v, pitch, all, any)) {
+inline void accumulate(Work& w, const Tile& tile, int h, int tokens, const float* v, int pitch, uint64_t all,
+                       uint64_t any) {
+  if (all != tile.present && has_hidden_nonfinite(w, v, pitch, all, tile.present & span(0, tokens))) {
     for (int r = 0; r < w.rows; ++r)
       for (uint64_t seen = w.masks[r / w.group] & any; seen != 0; seen &= seen - 1) {
         const int t = __builtin_ctzll(seen);
@@ -199,7 +204,7 @@ inline void attend_tile(Work& w, const Tile& tile, int h, uint64_t all, uint64_t
     v = w.v;
     pitch = w.v_pitch;
   }
-  accumulate(w, h, tokens, v, pitch, all, any);
+  accumulate(w, tile, h, tokens, v, pitch, all, any);
 }
 
 // Walks the tiles of [token_begin, token_end) for the rows and heads of `w`; `attend` is attend_tile or the like.
@@ -337,6 +342,7 @@ inline void attend_item(const AttendArgs& a, int item, int head_block, Scratch& 
   each_pass(a, item, head_block, 16, [&](Work& w) {
     carve(w, scratch);
     begin(w);
+    clear_tiles(w);
     walk(w, attend_tile);
     end(w);
   });

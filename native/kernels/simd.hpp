@@ -75,7 +75,7 @@ inline float largest(Vec v) {
 }
 
 // Lane i of the result is the sum of a[i]. A tree of pairwise adds of interleaved halves.
-inline Vec sums(const Vec (&a)[W]) {
+KVPOOL_INLINE Vec sums(const Vec (&a)[W]) {
 #if defined(__AVX512F__)
   __m512 b[8], c[4], d[2];
   for (int i = 0; i < 8; ++i)

@@ -175,6 +175,24 @@ def test_a_nan_value_reaches_only_the_rows_that_see_it(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_between_sink_tokens_and_window_reaches_nobody(isa: str, dtype: torch.dtype) -> None:
+    batch = Batch([60], [1], 64, 3, window=20, sink_tokens=4)
+    stores = [PlainStore(3, 1, 64, 32, dtype, "HND") for _ in range(2)]  # memory starts as NaN
+    slots = batch.slots_of(0)
+    seen = batch.visible(0)[0]
+    for store in stores:
+        store.tensor[slots[seen] // 64, :, slots[seen] % 64] = torch.randn(int(seen.sum()), 1, 32).to(dtype)
+    batch.plan(1, 1)
+    attention = _native.Attention([stores[0].native], stores[1].native, 32, 2)
+    q = torch.randn(1, 2, 32).to(dtype)
+    out, _ = attend(workers(isa), batch, attention, q, 32, scale=0.2, dtype=dtype)
+    k, v = (store.rows(slots[seen]) for store in stores)
+    want, _ = exact(q, k, v, torch.ones(1, int(seen.sum()), dtype=torch.bool), scale=0.2)
+    torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_a_latent_is_read_as_key_and_as_value(isa: str) -> None:
     batch = ragged(16)
     pool = workers(isa)

@@ -192,6 +192,57 @@ def test_attention_reads_what_is_stored(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "fp8e5m2-tensor", "int8", "nvfp4", "nvfp4-token"])
+@pytest.mark.parametrize(("dim", "group", "layout"), [
+    (32, 1, "HND"), (64, 8, "NHD"), (80, 3, "HND"), (96, 2, "NHD"), (112, 5, "HND"), (256, 4, "HND"), (160, 7, "NHD"),
+])  # fmt: skip
+def test_a_decode_step_reads_every_head_size_and_group(isa: str, codec: str, dim: int, group: int, layout: str) -> None:
+    heads, n = 2, 16
+    generator = torch.Generator().manual_seed(7)
+    batch = Batch([150, 1, 63], [1, 1, 1], n, 20, seed=3)
+    pool = workers(isa)
+    k_store, v_store = (CodedStore(codec, 20, heads, n, (dim,), layout, scale) for scale in (0.013, 0.021))
+    for s, length in enumerate(batch.seq_lens):
+        for store in (k_store, v_store):
+            write(pool, store, batch.slots_of(s), torch.randn(length, heads, dim, generator=generator))
+    q = torch.randn(3, heads * group, dim, generator=generator).bfloat16()
+    batch.plan(2, heads)
+    attention = _native.Attention([k_store.native], v_store.native, dim, heads * group)
+    out, lse = attend(pool, batch, attention, q, dim, scale=dim**-0.5, dtype=torch.bfloat16)
+    for s in range(3):
+        slots = batch.slots_of(s)
+        want, want_lse = exact(
+            q[s : s + 1], k_store.decode(slots), v_store.decode(slots), batch.visible(s), scale=dim**-0.5
+        )
+        torch.testing.assert_close(out[s : s + 1].double(), want, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse[s : s + 1].double(), want_lse, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("codec", ["nvfp4-token", "fp8"])
+def test_a_stored_nan_reaches_what_it_belongs_to_and_nothing_else(isa: str, part: str, codec: str) -> None:
+    heads, dim, n = 2, 64, 16
+    batch = Batch([70], [1], n, 6)
+    pool = workers(isa)
+    stores = {name: CodedStore(codec, 6, heads, n, (dim,), "HND") for name in ("k", "v")}
+    slots = batch.slots_of(0)
+    for name, store in stores.items():
+        x = torch.randn(70, heads, dim)
+        if name == part:
+            x[66, 1, 20] = math.nan
+        write(pool, store, slots, x)
+    q = torch.randn(1, 4, dim).bfloat16()
+    batch.plan(1, heads)
+    attention = _native.Attention([stores["k"].native], stores["v"].native, dim, 4)
+    out, _ = attend(pool, batch, attention, q, dim, scale=0.1, dtype=torch.bfloat16)
+    bad = stores[part].decode(slots)[66, 1].isnan()
+    assert bad.sum() == (16 if codec == "nvfp4-token" else dim)
+    assert out[0, :2].isfinite().all()
+    assert torch.equal(out[0, 2:].isnan(), (bad if part == "v" else torch.ones_like(bad)).expand(2, -1))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("codec", ["bf16", "fp8", "int8", "nvfp4-token"])
 @pytest.mark.parametrize("split", [False, True], ids=["joint", "split"])
 def test_a_latent_with_all_options_is_key_and_value(isa: str, codec: str, split: bool) -> None:
