@@ -15,6 +15,9 @@ class Watch(Protocol):
     def opened(self, sequence: int) -> None:
         """A sequence waits for a step."""
 
+    def paused(self, sequence: int) -> None:
+        """A sequence holds nothing any more and will be back."""
+
     def released(self, sequence: int) -> None:
         """A sequence is gone."""
 
@@ -87,8 +90,10 @@ class Sequence:
         return Sequence(self.ledger, self.ledger.fork(self.id), self._watch, self._make_room)
 
     def pause(self) -> None:
-        """Hold nothing, but leave what is computed matchable; tiers below keep what is evicted of it."""
+        """Hold nothing, but leave what is computed matchable; tiers below take its whole blocks at once."""
         self.ledger.pause(self.id)
+        if self._watch is not None:
+            self._watch.paused(self.id)
 
     def resume(self) -> None:
         """Wait for a step again; it finds what the device or a tier still has and computes the rest."""

@@ -12,7 +12,7 @@ from kvpool.engine.detokenizer import Detokenizer
 pytestmark = pytest.mark.model  # the tokenizer is the embedded model's
 
 
-def make_engine(model, tokenizer, *, num_tokens: int, **settings):
+def make_engine(model, tokenizer, *, num_tokens: int, host_size: str | None = None, **settings):
     plan = kv.make_plan(
         kv.CacheSpec.from_config(model.config),
         num_blocks=num_tokens // 16,
@@ -21,7 +21,7 @@ def make_engine(model, tokenizer, *, num_tokens: int, **settings):
         max_seq_len=2048,
         **{"max_sequences": 16, "max_step_tokens": 512, **settings},
     )
-    return Engine(model, tokenizer, plan)
+    return Engine(model, tokenizer, plan, cache=kv.KVCache(plan, host_size=host_size))
 
 
 def expected(model, prompt, new_tokens):

@@ -38,6 +38,23 @@ def test_every_row_is_charged_to_a_request_whatever_was_preempted(tiny_model, to
     assert stats.hit_tokens >= sum(a.cached_tokens for a in answers)
 
 
+def test_with_a_tier_below_a_preempted_request_comes_back_instead_of_being_computed_again(tiny_model, tokenizer):
+    prompts = random_prompts(6, 64, len(tokenizer))
+    params = Params(max_new_tokens=60, stop_ids=NO_STOP)
+    plain = make_engine(tiny_model, tokenizer, num_tokens=16 * 22)
+    tiered = make_engine(tiny_model, tokenizer, num_tokens=16 * 22, host_size="64MiB")
+    computed, restored = plain.generate(prompts, params), tiered.generate(prompts, params)
+    assert [a.token_ids for a in restored] == [a.token_ids for a in computed]
+    for answers in (computed, restored):
+        assert sum(a.num_preemptions for a in answers) > 0
+        assert all(charged(a) for a in answers)
+    for answer in restored:  # only what no whole block holds is computed again: at most one block each time
+        assert answer.recomputed_tokens <= 16 * answer.num_preemptions
+    assert sum(a.recomputed_tokens for a in restored) < sum(a.recomputed_tokens for a in computed)
+    assert tiered.cache.tier_stats()["host"].hit > 0
+    tiered.cache.check()
+
+
 def test_preempted_sampling_goes_on_with_its_own_numbers(tiny_model, tokenizer):
     prompts = random_prompts(4, 40, len(tokenizer))
     params = [

@@ -27,7 +27,7 @@ class Running:
         limits = {"max_sequences": settings.pop("max_sequences", 8), "max_step_tokens": 128}
         spec = kv.CacheSpec.from_config(model.config)
         plan = kv.make_plan(spec, num_blocks=256, codec="fp32", tokens_per_block=16, max_seq_len=1024, **limits)
-        self.engine = Engine(model, tokenizer, plan)
+        self.engine = Engine(model, tokenizer, plan, cache=kv.KVCache(plan, **settings.pop("tiers", {})))
         metrics = Metrics(self.engine)
         self.worker = Worker(self.engine, max_waiting=settings.pop("max_waiting", 64), observe=metrics.observe)
         app = Server(self.worker, metrics, NAME, **{"request_timeout_s": None, "drain_s": 5.0, **settings}).app()

@@ -6,6 +6,7 @@ import gc
 import logging
 import socket
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +26,12 @@ def serve(
     layout: Annotated[str, typer.Option(help="HND or NHD")] = "HND",
     tokens_per_block: Annotated[int, typer.Option()] = 32,
     budget: Annotated[str, typer.Option(help="Bytes of cache")] = "1GiB",
+    host_size: Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")] = None,
+    host_codec: Annotated[
+        str | None, typer.Option(help="Format of blocks in host memory and on disk; default: the cache's own")
+    ] = None,
+    disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the server")] = None,
+    disk_size: Annotated[str | None, typer.Option(help="The most the directory may take")] = None,
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "bf16",
     backend: Annotated[str, typer.Option(help="auto, cpu or reference")] = "auto",
     max_sequences: Annotated[int, typer.Option(min=1, help="Most requests computed together")] = 64,
@@ -50,6 +57,7 @@ def serve(
     from kvpool.serve.app import Server
     from kvpool.serve.metrics import Metrics
     from kvpool.serve.worker import Worker
+    from kvpool.tiers.identity import weights_identity
 
     if threads:
         torch.set_num_threads(threads)
@@ -65,7 +73,17 @@ def serve(
         max_step_tokens=max_step_tokens,
     )
     print(plan, file=sys.stderr)
-    engine = Engine(network, tokenizer, plan, backend=backend, num_threads=threads)
+    cache = kv.KVCache(
+        plan,
+        backend=backend,
+        num_threads=threads,
+        host_size=host_size,
+        host_codec=host_codec,
+        disk=disk,
+        disk_size=disk_size,
+        model="" if disk is None else weights_identity(network.named_parameters(), network.config.to_dict()),
+    )
+    engine = Engine(network, tokenizer, plan, cache=cache)
     metrics = Metrics(engine)
     worker = Worker(engine, max_waiting=max_waiting, observe=metrics.observe)
     server = Server(
@@ -92,3 +110,5 @@ def serve(
                     log.say(_log, logging.INFO, "listening", host=at, port=chosen, model=server.model_name)
 
     Listener(config).run()
+    if not cache.close():
+        log.say(_log, logging.WARNING, "not everything that was computed could be kept on disk", directory=disk)

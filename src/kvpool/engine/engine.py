@@ -177,8 +177,8 @@ class Engine:
             for sequence, rows in zip(step.sequences, num_tokens, strict=True):
                 request = by_sequence[sequence]
                 request.computed_tokens += rows
-                if not request.admitted:
-                    request.admit(now)
+                if not request.admitted and request.sequence is not None:
+                    request.admit(now, request.sequence.num_computed_tokens - rows)
             sampled = [by_sequence[sequence] for sequence in step.decision.sampled]
             before = time.thread_time()
             ids = sample(logits, [r.sampler for r in sampled])

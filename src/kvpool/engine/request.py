@@ -81,10 +81,8 @@ class Request:
     finish_reason: str = ""
     error: str = ""
 
-    def admit(self, now: float) -> None:
-        """Note what its sequence found, in the step that admitted it."""
-        assert self.sequence is not None
-        found = self.sequence.num_cached_tokens
+    def admit(self, now: float, found: int) -> None:
+        """Note how many tokens its sequence found, in the step that admitted it."""
         if self.admitted_s is None:
             self.admitted_s, self.cached_tokens = now, found
         else:

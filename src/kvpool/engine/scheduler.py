@@ -85,7 +85,7 @@ class Scheduler:
         return items
 
     def _preempt(self) -> None:
-        """Give back the blocks of the request that matters least; what it computed stays matchable."""
+        """Pause the request that matters least: what it computed stays matchable, and goes to the tiers below."""
         victim = max(self.running, key=lambda r: r.order)
         assert victim.sequence is not None
         if len(self.running) == 1:
@@ -98,8 +98,8 @@ class Scheduler:
         self.running.remove(victim)
         victim.preempt()
         log.say(_log, logging.DEBUG, "preempt", id=victim.id, tokens=victim.lost_tokens, running=len(self.running))
-        victim.sequence.release(keep=True)
-        self._open(victim)
+        victim.sequence.pause()
+        victim.sequence.resume()
         bisect.insort(self.waiting, victim, key=lambda r: r.order)
 
     def _open(self, request: Request) -> None:

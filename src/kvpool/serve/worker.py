@@ -16,6 +16,12 @@ from kvpool.errors import KVError
 _log = logging.getLogger("kvpool.serve")
 
 
+#: After so long without a request, what is cached goes to the disk tier, if there is one.
+IDLE_S = 0.5
+#: How long that may keep the next request waiting.
+FLUSH_S = 1.0
+
+
 class Busy(KVError):
     """The queue is full; come back later."""
 
@@ -75,6 +81,7 @@ class Worker:
         self._tickets: dict[int, Ticket] = {}
         self._open = 0  # requests accepted and not finished; changed on the event loop's thread only
         self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
+        self._flushed = True  # nothing was computed since the last flush
         self.failure: BaseException | None = None
 
     def start(self) -> None:
@@ -161,9 +168,14 @@ class Worker:
         """Do what was asked; wait for it while there is nothing else to do. False asks the thread to end."""
         while True:
             try:
-                mail = self._inbox.get(block=self.engine.idle)
+                mail = self._inbox.get(block=self.engine.idle, timeout=None if self._flushed else IDLE_S)
             except queue.Empty:
-                return True
+                if not self.engine.idle:
+                    return True
+                self.engine.cache.flush(FLUSH_S)
+                self._flushed = True
+                continue
+            self._flushed = False
             if mail is None:
                 return False
             mail()

@@ -129,6 +129,11 @@ class Below:
         if self.transfer.disk is not None:
             self._ask(sequence)
 
+    def paused(self, sequence: int) -> None:
+        """Keep what a sequence computed, whatever such blocks were worth before: it will be back."""
+        keys = set(self._ledger.keys(sequence))
+        self.transfer.keep([block for block in self._ledger.stored() if block.key in keys])
+
     def released(self, sequence: int) -> None:
         """Forget a sequence; one that was admitted is forgotten already."""
         load = self._waiting.pop(sequence, None)

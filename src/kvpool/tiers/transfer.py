@@ -154,6 +154,10 @@ class Transfer:
         """
         return sum(self._keep([b for b in leaving if self._worth(b) and self.value.admit((b.group, b.key), b.uses)]))
 
+    def keep(self, blocks: Iterable[Evicted]) -> int:
+        """Copy blocks that stay on the device, as far as there is room below; returns how many are kept."""
+        return sum(self._keep([block for block in blocks if self._worth(block)]))
+
     def _worth(self, block: Evicted) -> bool:
         return block.priority >= self.min_priority and len(block.token_ids) == self._tokens(block.group)
 
