@@ -1,15 +1,16 @@
 # `make run`    set up everything, then the main job on the embedded model
 # `make test`   the same set-up, then the tests
 # `make check`  lint, types, quick tests
-# also: build, lint, types, sanitize, slow, gpu, lock, clean, distclean. Running any twice is quick.
+# also: build, lint, types, sanitize, slow, soak, gpu, test-transformers, lock, clean, distclean. Running any twice is quick.
 
 VENV := .venv
+OLDEST_TRANSFORMERS := 5.22.0
 PYTHON_VENV := $(VENV)/bin/python
 BIN := $(CURDIR)/$(VENV)/bin
 PACKAGES := $(VENV)/.packages
 NATIVE_SOURCES = $(shell find native -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: run test check build lint types sanitize slow gpu lock clean distclean
+.PHONY: run test check build lint types sanitize slow soak gpu test-transformers lock clean distclean
 
 run: build
 	$(VENV)/bin/kvpool run
@@ -30,6 +31,19 @@ slow: build
 
 gpu: build
 	$(PYTHON_VENV) -m pytest -m gpu
+
+soak: build
+	$(PYTHON_VENV) benchmarks/soak.py
+
+# The oldest transformers that pyproject.toml allows, beside the newest, which is installed.
+build/transformers-oldest: | $(PACKAGES)
+	$(PYTHON_VENV) -m pip install --quiet --no-deps --no-compile --target $@.part transformers==$(OLDEST_TRANSFORMERS)
+	mv $@.part $@
+
+test-transformers: build build/transformers-oldest
+	PYTHONPATH=src $(PYTHON_VENV) -m pytest -m "not slow" tests/transformers tests/engine
+	PYTHONPATH=src:build/transformers-oldest $(PYTHON_VENV) -m pytest -m "not slow" \
+	  -W 'ignore:`torch.jit.script` is deprecated:DeprecationWarning' tests/transformers tests/engine
 
 # The stamp is newer than what decides about the packages.
 $(PACKAGES): requirements-dev.txt tools/setup.sh

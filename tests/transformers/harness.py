@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +12,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvpool.transformers import PagedCache
+from kvpool.transformers.bridge import cache_argument
 
 #: A token may differ where the two best logits are closer than this.
 NEAR_TIE = 1e-4
@@ -21,13 +21,13 @@ LOGIT_TOLERANCE = 2e-3
 
 
 #: What this version of transformers calls the cache of a forward and of `generate`.
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+CACHE = cache_argument(LlamaForCausalLM)
 
 
 def generate(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cache: object, **options: Any) -> Any:
     torch.manual_seed(0)
     options = {"max_new_tokens": 12, "do_sample": False, **options}
-    options |= {CACHE: cache, "attention_mask": mask}
+    options |= {cache_argument(model): cache, "attention_mask": mask}
     return model.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
 
 

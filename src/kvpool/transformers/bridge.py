@@ -68,15 +68,19 @@ class HostedCache(ABC):
         """Undo a step that is still open."""
 
 
+#: What models call their cache: all since transformers 5.24; most before; those with nothing but states before.
+_NAMES = ("cache", "past_key_values", "cache_params")
+
+
 def cache_of(kwargs: dict[str, Any]) -> object:
-    """Return the cache among the arguments of a forward, by its new or its old name."""
-    cache = kwargs.get("cache")
-    return kwargs.get("past_key_values") if cache is None else cache
+    """Return the cache among the arguments of a forward, by any of its names."""
+    return next((kwargs[name] for name in _NAMES if kwargs.get(name) is not None), None)
 
 
-def cache_argument(model: PreTrainedModel) -> str:
-    """Return what a model calls its cache: transformers 5.24 renamed it."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+def cache_argument(model: PreTrainedModel | type[PreTrainedModel]) -> str:
+    """Return what a model calls its cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next(name for name in _NAMES if name in parameters)
 
 
 class Bridge:

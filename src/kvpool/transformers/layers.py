@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvpool.errors import SpecError
 from kvpool.kinds import KVKind, LatentKind, LayerSpec, StateKind
@@ -14,6 +15,8 @@ from kvpool.kinds import KVKind, LatentKind, LayerSpec, StateKind
 if TYPE_CHECKING:
     from kvpool.transformers.steps import StepCache
 
+#: What stands for a layer that stores nothing: before transformers 5.23, a layer that is never given anything.
+_NOTHING: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
 #: A convolution's state lacks the oldest of the columns that transformers keeps: the next token pushes it out unread.
 CONV = "conv"
 
@@ -160,10 +163,13 @@ class HybridLayer(StateLayer, AttentionLayer):  # type: ignore[no-untyped-call]
         StateLayer.lazy_initialization(self, *args, **kwargs)
 
 
-def make_layer(owner: StepCache, layer: int, spec: LayerSpec) -> AttentionLayer | StateLayer | DummyLayer:
+def make_layer(owner: StepCache, layer: int, spec: LayerSpec) -> CacheLayerMixin | StateLayer:
     """Return the layer object for what a layer stores; one that stores nothing is transformers' own."""
     attends = any(isinstance(kind, KVKind | LatentKind) for kind in spec.kinds)
     states = tuple(kind for kind in spec.kinds if isinstance(kind, StateKind))
     if attends:
         return HybridLayer(owner, layer, states) if states else AttentionLayer(owner, layer)
-    return StateLayer(owner, layer, states) if states else DummyLayer()  # type: ignore[no-untyped-call]
+    if states:
+        return StateLayer(owner, layer, states)
+    nothing: CacheLayerMixin = _NOTHING()
+    return nothing

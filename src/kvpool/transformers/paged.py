@@ -239,7 +239,7 @@ class PagedCache(StepCache):
         """Return everything the rows hold, decoded, `[B, H, columns, D]`; zeros where there is nothing."""
         assert self.step is not None
         source = self.cache.plan.source_layer(layer)
-        slots = self._dense_slots(self.cache.plan.find(source, "latent" if self._is_latent(source) else "k")[0])
+        slots = self._dense_slots(self.cache.plan.find(source, "latent" if self._latent[layer] else "k")[0])
         dense = self.cache.take(layer, slots, k.dtype)  # [B * columns, H, D] each
         first, second = (x.view(len(self._members), -1, *x.shape[1:]).transpose(1, 2) for x in dense)
         return first, second

@@ -45,6 +45,10 @@ class StepCache(HostedCache, Cache):
         self.needs_mask = not self._states or (gathers and not all(self.is_linear))
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._argument = cache_argument(model)
+        spec, plan = cache.plan.spec.layers, cache.plan
+        sources = [plan.source_layer(layer) for layer in range(len(spec))]
+        self._latent = tuple(any(isinstance(kind, LatentKind) for kind in spec[source].kinds) for source in sources)
+        self._windows = tuple(spec[source].lifetime.window for source in sources)
         self._stored: int | None = None  # the layer written last: the next attention call is its
 
     def _open(self) -> tuple[Step, DenseMap]:
@@ -63,7 +67,7 @@ class StepCache(HostedCache, Cache):
             What attention gets: the same, or all keys and values `[B, H, columns, D]` when this cache gathers.
         """
         step, dense = self._open()
-        if self._is_latent(layer):
+        if self._latent[layer]:
             self.cache.write(layer, step, latent=dense.pack(k), rope=dense.pack(v))
         else:
             self.cache.write(layer, step, dense.pack(k), dense.pack(v))
@@ -107,9 +111,6 @@ class StepCache(HostedCache, Cache):
                 layer.save()
             layer.clear()
 
-    def _is_latent(self, layer: int) -> bool:
-        return any(isinstance(kind, LatentKind) for kind in self.cache.plan.spec.layers[layer].kinds)
-
     def _gather(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise UnsupportedError(f"{type(self).__name__} does not gather")
 
@@ -135,7 +136,7 @@ class StepCache(HostedCache, Cache):
         if columns < dense.columns:  # a model that needs no logits but the last may skip layers that store nothing
             query = torch.nn.functional.pad(query, (0, 0, dense.columns - columns, 0))
         q = dense.pack(query)
-        latent = self._is_latent(self.cache.plan.source_layer(layer))
+        latent = self._latent[layer]
         if latent:
             q = absorb_query(module, q)
         out = self.cache.attend(layer, step, q, scale=scale, softcap=softcap, sinks=sinks, indices=indices)
@@ -143,9 +144,10 @@ class StepCache(HostedCache, Cache):
         return dense.unpack(expand_output(module, out) if latent else out)[:, -columns:]
 
     def _check_window(self, layer: int, window: int | None) -> None:
-        plan = self.cache.plan
-        planned = plan.spec.layers[plan.source_layer(layer)].lifetime.window
-        if window is not None and planned != window and (planned is not None or window < plan.max_seq_len):
+        planned = self._windows[layer]
+        if window is None or planned == window:
+            return
+        if planned is not None or window < self.cache.plan.max_seq_len:
             raise SpecError(f"layer {layer} attends with a window of {window} tokens; the plan says {planned}")
 
 

@@ -1,0 +1,39 @@
+"""Tables of figures in the documents are made from the kept results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["decode_profile"])
+def test_the_table_of_a_document_is_the_one_of_the_results(name: str) -> None:
+    benchmark = load(name)
+    assert benchmark.table(json.loads(benchmark.RESULTS.read_text())) in benchmark.DOCS.read_text()
+
+
+def test_the_kept_soak_is_a_whole_one_without_failures() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "soak.json").read_text())
+    assert report["failures"] == []
+    assert (report["requests"], report["seconds"]) == (2000, 600.0)
+    assert report["scheduler_cpu_ms"]["p99_at_most"] <= 5
+
+
+def test_python_takes_a_small_share_of_a_decode_step() -> None:
+    for point in json.loads((ROOT / "benchmarks" / "results" / "decode_profile.json").read_text())["points"]:
+        assert point["ms"]["layers"] + point["ms"]["scheduler"] < 0.05 * sum(point["ms"].values())
