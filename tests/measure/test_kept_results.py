@@ -21,7 +21,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["decode_profile"])
+@pytest.mark.parametrize("name", ["decode_profile", "decode_caches"])
 def test_the_table_of_a_document_is_the_one_of_the_results(name: str) -> None:
     benchmark = load(name)
     assert benchmark.table(json.loads(benchmark.RESULTS.read_text())) in benchmark.DOCS.read_text()
@@ -37,3 +37,18 @@ def test_the_kept_soak_is_a_whole_one_without_failures() -> None:
 def test_python_takes_a_small_share_of_a_decode_step() -> None:
     for point in json.loads((ROOT / "benchmarks" / "results" / "decode_profile.json").read_text())["points"]:
         assert point["ms"]["layers"] + point["ms"]["scheduler"] < 0.05 * sum(point["ms"].values())
+
+
+def test_kvpool_is_the_fastest_cache_from_2048_tokens_up() -> None:
+    benchmark = load("decode_caches")
+    points = json.loads(benchmark.RESULTS.read_text())["points"]
+    assert {(p["context"], p["batch"]) for p in points} == {(c, b) for c in (512, 2048, 6144) for b in (1, 8)}
+    for point in points:
+        ms = {name: row["ms"] for name, row in point["caches"].items()}
+        theirs = [ms[name] for name in benchmark.THEIRS if name in ms]
+        if point["context"] >= 2048:
+            assert max(ms[name] for name in benchmark.KVPOOL) < min(theirs)
+            assert max(ms["kvpool int8"], ms["kvpool fp8"]) <= ms["kvpool bf16"]
+        if (point["context"], point["batch"]) == (6144, 8):
+            assert 4.5 * ms["kvpool bf16"] < ms["DynamicCache"]
+            assert 5 * ms["kvpool fp8"] < ms["QuantizedCache fp8"]
