@@ -21,7 +21,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["decode_profile", "decode_caches"])
+@pytest.mark.parametrize("name", ["decode_profile", "decode_caches", "growth_vs_llamacpp"])
 def test_the_table_of_a_document_is_the_one_of_the_results(name: str) -> None:
     benchmark = load(name)
     assert benchmark.table(json.loads(benchmark.RESULTS.read_text())) in benchmark.DOCS.read_text()
@@ -52,3 +52,12 @@ def test_kvpool_is_the_fastest_cache_from_2048_tokens_up() -> None:
         if (point["context"], point["batch"]) == (6144, 8):
             assert 4.5 * ms["kvpool bf16"] < ms["DynamicCache"]
             assert 5 * ms["kvpool fp8"] < ms["QuantizedCache fp8"]
+
+
+def test_the_first_page_shows_the_figures_of_the_largest_point() -> None:
+    page = (ROOT / "README.md").read_text()
+    points = json.loads(load("decode_caches").RESULTS.read_text())["points"]
+    (point,) = [p for p in points if (p["context"], p["batch"]) == (6144, 8)]
+    for name, row in point["caches"].items():
+        if name != "model alone":
+            assert f"{name} | {row['ms']:,.0f} | {row['bytes'] / 1e6:,.0f} MB |" in page
