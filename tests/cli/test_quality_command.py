@@ -34,6 +34,7 @@ def test_json_is_the_only_thing_on_standard_output(model_dir: Path, capsys: pyte
     assert [row["codec"] for row in payload["rows"]] == ["bf16", "int8", "int8-tensor", "nvfp4-token+smoothing"]
     assert payload["scored_tokens"] == 60
     assert payload["text"] == "pydoc_data.topics"
+    assert payload["prefill"] == "stored"
     for row in payload["rows"][1:]:
         assert row["kl"] > 0
         assert row["kl_stderr"] > 0
@@ -50,7 +51,8 @@ def test_the_table_and_the_plot_are_for_people(
     run(model_dir, "--codecs", "nvfp4-token", "--text", str(text), "--plot", str(tmp_path / "plot.png"))
     lines = capsys.readouterr().out.splitlines()
     assert "60 scored tokens after 20 or more" in lines[0]
-    assert [line.split()[:2] for line in lines[3:5]] == [["bf16", "16.00"], ["nvfp4-token", "6.50"]]
+    assert "computed on the same format" in lines[1]
+    assert [line.split()[:2] for line in lines[4:6]] == [["bf16", "16.00"], ["nvfp4-token", "6.50"]]
     assert any(line.startswith("worst heads") for line in lines)
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
@@ -60,6 +62,7 @@ def test_the_table_and_the_plot_are_for_people(
     [
         (["--codecs", "fp9"], "unknown codec 'fp9'"),
         (["--text", "/does/not/exist"], "no text file"),
+        (["--prefill", "none"], "unknown prefill 'none'"),
         (["--codecs", "int8+rotation"], "power of two of at least 32"),
     ],
 )

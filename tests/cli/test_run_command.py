@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +77,7 @@ def test_an_interrupt_prints_what_was_done_and_leaves_nothing_behind():
         (["--temperature", "-1"], "-1"),
         (["--backend", "gpu"], "gpu"),
         (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--codec", "fp8-tensor+rotation", "--scales", "/nowhere"], "fp8-tensor+rotation"),
         (["--prompt", "x " * 9000], "8192"),
     ],
 )
@@ -86,3 +88,15 @@ def test_a_bad_option_gets_one_clear_line(arguments, words):
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("kvpool: ")
     assert words in last
+
+
+@pytest.mark.parametrize("codec", ["int8-tensor:unit", "nvfp4-token+smoothing+rotation"])
+def test_what_constant_scales_lost_is_counted_and_shown(codec):
+    shown = run("--raw", "--prompt", "The capital of France is", "--max-new-tokens", "3", "--codec", codec)
+    assert shown.returncode == 0, shown.stderr
+    lost = [line for line in shown.stdout.splitlines() if line.startswith("lost ")]
+    if codec.endswith(":unit"):
+        assert re.search(r"lost +\d+ elements beyond the largest code, [1-9][\d,]* stored as zero", lost[0])
+    else:
+        assert not lost  # it has scales of its own
+    assert ("measuring the constants" in shown.stderr) == (":unit" not in codec)

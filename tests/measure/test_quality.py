@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 import kvpool as kv
+from kvpool.codecs import Vector, get_codec
 from kvpool.errors import KVError
 from kvpool.measure.probe import HeadErrors, logit_noise, outlier_ratio
 from kvpool.measure.quality import Meter, Row, Tally, cut, default_texts, report
 from kvpool.measure.variants import Variant, parse_variant
+from kvpool.transformers import PackedCache
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +135,57 @@ def test_rotation_and_smoothing_change_the_result_and_keep_it_sound(model: Any, 
         assert row.kl < 2 * plain.kl
 
 
-def test_every_pass_is_reported_once(model: Any, ids: list[int]) -> None:
+@pytest.mark.parametrize("prefill", ["stored", "exact"])
+def test_the_scored_tokens_read_what_a_cache_written_token_by_token_holds(
+    model: Any, ids: list[int], prefill: str
+) -> None:
+    """Against transformers' own cache: the prefix in one forward, then single tokens, each stored before it is read."""
+    codec, vector = get_codec("int8"), Vector((32,))
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return codec.decode(codec.encode(x, vector, None), vector, None)
+
+    class Lossy(DynamicCache):
+        def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+            first = self.get_seq_length(layer) == 0
+            lossy = super().update(stored(k), stored(v), layer)
+            return (k, v) if first and prefill == "exact" else lossy
+
+    windows = cut(ids[100:], ids[:100], prefix=24, scored=12, num_windows=1)
+    (window,) = windows.scored
+    meter = Meter(model, windows, parse_variant("fp32"), prefill=prefill, backend="reference")
+    caches = [meter.cache(parse_variant(name)) for name in ("fp32", "int8")]
+    prefixes = meter._exact_prefixes(caches, window) if prefill == "exact" else [None, None]
+    got = meter.logits(PackedCache(caches[1], model), window, prefixes[1])
+    model.set_attn_implementation("eager")
+    try:
+        cache = Lossy(config=model.config)
+        with torch.inference_mode():
+            model(window[None, :24], cache=cache)
+            want = torch.cat([model(token.view(1, 1), cache=cache).logits[0] for token in window[24:-1]])
+    finally:
+        model.set_attn_implementation("kvpool")
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
+    assert all(c.stats().used == 0 for c in caches[1:])
+
+
+def test_a_prefix_computed_without_loss_costs_less_and_the_baseline_nothing(model: Any, ids: list[int]) -> None:
+    rows = {prefill: measured(model, ids, "nvfp4-token", prefill=prefill) for prefill in ("stored", "exact")}
+    assert rows["exact"]["nvfp4-token"].kl < rows["stored"]["nvfp4-token"].kl
+    assert rows["exact"]["fp32"].kl == 0.0
+    assert rows["exact"]["fp32"].perplexity == pytest.approx(rows["stored"]["fp32"].perplexity, rel=1e-5)
+    with pytest.raises(KVError, match="unknown prefill 'none'"):
+        measured(model, ids, prefill="none")
+
+
+@pytest.mark.parametrize(("prefill", "num_passes"), [("stored", 11), ("exact", 14)])
+def test_every_pass_is_reported_once(model: Any, ids: list[int], prefill: str, num_passes: int) -> None:
     seen: list[str] = []
     windows = cut(ids[100:], ids[:100], prefix=24, scored=40, num_windows=3)
     variants = [parse_variant(n) for n in ("int8", "int8-tensor")]
-    meter = Meter(model, windows, parse_variant("fp32"), backend="reference", progress=seen.append)
+    meter = Meter(model, windows, parse_variant("fp32"), prefill=prefill, backend="reference", progress=seen.append)
     meter.measure(variants)
-    assert len(seen) == meter.num_passes(variants) == 11
+    assert len(seen) == meter.num_passes(variants) == num_passes
     assert seen.count("int8") == 3
 
 

@@ -23,6 +23,11 @@ DEFAULT_CODECS = (
     "fp8,fp8-tensor,fp8-tensor:unit,int8,int8-tensor,nvfp4,nvfp4-token,nvfp4-token+smoothing,nvfp4-token+rotation"
 )
 
+PROCEDURES = {
+    "stored": "the tokens before were computed on the same format, as kvpool's attention computes a prompt",
+    "exact": "the tokens before were computed on the baseline, then stored in the format",
+}
+
 
 def quality(
     model: Annotated[str | None, typer.Option(help="Directory or GGUF file; default: the embedded model")] = None,
@@ -34,6 +39,12 @@ def quality(
     windows: Annotated[int, typer.Option(min=1, help="Pieces of the text that are scored")] = 2,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of a piece before its first scored one")] = 256,
     scored: Annotated[int, typer.Option(min=1, help="Scored tokens of a piece")] = 1024,
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="What computes the tokens before the scored ones: the format (stored) or the baseline (exact)"
+        ),
+    ] = "stored",
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "fp32",
     backend: Annotated[str, typer.Option(help="auto, cpu or reference")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads of torch and of the kernels; default: all cores")] = None,
@@ -61,7 +72,7 @@ def quality(
     ids, other = (tokenizer(words, verbose=False).input_ids for words in (source, calibration))
     pieces = cut(ids, other, prefix, scored, windows)
     with _bar() as (start, advance):
-        meter = Meter(network, pieces, against, backend=backend, progress=advance)
+        meter = Meter(network, pieces, against, prefill=prefill, backend=backend, progress=advance)
         start(meter.num_passes(variants))
         rows = meter.measure(variants)
     facts = {
@@ -70,11 +81,13 @@ def quality(
         "baseline": baseline,
         "scored_tokens": pieces.num_scored,
         "prefix_tokens": prefix,
+        "prefill": prefill,
     }
     if as_json:
         print(json.dumps(report(rows, **facts)))
     else:
         print(f"{facts['model']} on {facts['text']}: {pieces.num_scored} scored tokens after {prefix} or more, {dtype}")
+        print(PROCEDURES[prefill])
         _print(rows)
     if plot:
         from kvpool.measure.quality_plot import plot as draw

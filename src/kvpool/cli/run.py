@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpool.codecs import get_codec
 from kvpool.errors import KVError
 from kvpool.plan import Plan, make_plan
 from kvpool.spec import CacheSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvpool.cache import KVCache
     from kvpool.engine import Answer, Engine, Event
+    from kvpool.measure.variants import Variant
 
 #: Shared by the default prompts, so that the run shows a prefix computed once.
 SYSTEM_PROMPT = (
@@ -32,6 +35,8 @@ SYSTEM_PROMPT = (
     " has never looked inside a processor, so you explain every word of the trade when it first comes up, and "
     "you prefer a concrete example to a definition."
 )
+#: Tokens that constants are measured on.
+CALIBRATION_TOKENS = 640
 DEFAULT_PROMPTS = (
     "What is a cache?",
     "Why is reading memory in order faster than reading it at random?",
@@ -138,7 +143,13 @@ def run(
     prompts: Annotated[Path | None, typer.Option(help='File of JSON lines with the key "prompt"')] = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Prompts are chat messages, or plain text")] = True,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
-    codec: Annotated[str | None, typer.Option(help="Stored format; default: the model's dtype")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="CODEC or K/V, with :unit, +smoothing, +rotation; default: the model's dtype"),
+    ] = None,
+    scales: Annotated[
+        Path | None, typer.Option(help="Checkpoint with k_scale and v_scale; default: measured on other text")
+    ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Order of the axes in memory")] = LayoutName.HND,
     tokens_per_block: Annotated[int, typer.Option()] = 32,
     budget: Annotated[
@@ -165,8 +176,12 @@ def run(
     """Answer a batch of prompts with a model whose cache and attention are kvpool's."""
     import os
 
+    from kvpool.measure.variants import parse_variant
+
     # What can be wrong without the model is found before it is loaded.
-    get_codec(codec or dtype)
+    variant = parse_variant(codec or dtype)
+    if scales is not None and (variant.smoothing or variant.rotation):
+        raise KVError(f"--scales are those of keys as the model writes them; leave the options of {codec!r} out")
     texts = list(prompt or []) + (read_prompts(prompts) if prompts else [])
     from kvpool.backends import get_backend
     from kvpool.engine import Engine, Params, Sampling
@@ -193,7 +208,7 @@ def run(
         network.config,
         [len(row) + max_new_tokens for row in rows],
         budget,
-        codec=codec or dtype,
+        codec=variant.codec,
         layout=layout.value,
         tokens_per_block=tokens_per_block,
     )
@@ -210,6 +225,10 @@ def run(
         disk_size=disk_size,
         model=weights,
     )
+    if scales is None:
+        set_constants(cache, variant, network, tokenizer, dtype, say)
+    else:
+        cache.set_scales(scales)
     engine = Engine(network, tokenizer, plan, cache=cache)
     say(f"answering {len(rows)} prompts of {min(map(len, rows))} to {max(map(len, rows))} tokens")
     started = time.perf_counter()
@@ -230,6 +249,39 @@ def run(
             f" {report['blocks']['used']} blocks are still in use"
         )
         raise typer.Exit(130)
+
+
+def set_constants(
+    cache: KVCache, variant: Variant, network: Any, tokenizer: Any, dtype: str, say: Callable[[str], None]
+) -> None:
+    """Set what a format needs beside its codes, measured on other text where nobody gave it.
+
+    Args:
+        cache: Nothing written yet.
+        variant: The format.
+        network: Writes the sample.
+        tokenizer: Of the network.
+        dtype: Plain format of the sample.
+        say: Told before something takes long.
+    """
+    from kvpool.cache import KVCache
+
+    if not variant.needs_calibration:
+        variant.prepare(cache, {})
+        return
+    import torch
+
+    from kvpool.measure.probe import sample
+    from kvpool.measure.quality import default_texts
+    from kvpool.transformers import register_attention
+
+    say(f"measuring the constants of {variant.name} on {CALIBRATION_TOKENS} tokens of the interpreter's documentation")
+    network.set_attn_implementation(register_attention())
+    tokens = torch.tensor(tokenizer(default_texts()[1], verbose=False).input_ids[:CALIBRATION_TOKENS])
+    plain = make_plan(
+        cache.plan.spec, codec=dtype, max_tokens=len(tokens), max_step_tokens=len(tokens), max_sequences=1
+    )
+    variant.prepare(cache, sample(network, KVCache(plain, device=cache.device), tokens))
 
 
 def plan_for(config: Any, lengths: list[int], budget: str | None, **settings: Any) -> Plan:
@@ -301,8 +353,19 @@ def make_report(engine: Engine) -> dict[str, Any]:
         "prefill_tokens_per_s": timing.prefill_tokens / timing.prefill_s if timing.prefill_s else 0.0,
         "decode_tokens_per_s": timing.decode_tokens / timing.decode_s if timing.decode_s else 0.0,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "lost": losses(engine.cache),
         "tiers": {name: asdict(tier) for name, tier in engine.cache.tier_stats().items()},
     }
+
+
+def losses(cache: KVCache) -> dict[str, Any]:
+    """Return what constant scales lost, in elements: in all, and where most; nothing for formats without one."""
+    lost = cache.lost()
+    if not lost:
+        return {}
+    total = {name: sum(getattr(c, name) for c in lost.values()) for name in ("saturated", "flushed", "nonfinite")}
+    (layer, part), _ = max(lost.items(), key=lambda item: item[1].saturated + item[1].flushed + item[1].nonfinite)
+    return {**total, "worst": {"layer": layer, "part": part, **asdict(lost[layer, part])}}
 
 
 def print_report(plan: Any, report: dict[str, Any], seconds: float) -> None:
@@ -314,6 +377,12 @@ def print_report(plan: Any, report: dict[str, Any], seconds: float) -> None:
     for name, tier in report["tiers"].items():
         print(f"{name:14}{tier['hit']} blocks found, {tier['stored']} kept, {tier['held_bytes']:,} bytes held")
     print(f"bytes held    {report['bytes_held']:,} at the peak; {report['bytes_bf16']:,} in bf16")
+    if report["lost"]:
+        lost, worst = report["lost"], report["lost"]["worst"]
+        print(
+            f"lost          {lost['saturated']:,} elements beyond the largest code, {lost['flushed']:,} stored as zero,"
+            f" {lost['nonfinite']:,} not finite; most in layer {worst['layer']}, {worst['part']}"
+        )
     print(f"prefill       {report['prefill_tokens_per_s']:,.0f} tokens/s")
     print(f"decode        {report['decode_tokens_per_s']:,.0f} tokens/s")
     print(f"peak memory   {report['peak_memory_bytes'] / 2**20:,.0f} MiB, {seconds:.1f} s")

@@ -7,13 +7,16 @@ queries, so that the error of a layer is the format's own and not what earlier l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvpool.cache import KVCache
+from kvpool.sequence import Sequence as CacheSequence
 from kvpool.step import Step
+from kvpool.transformers import PackedCache
 
 
 @dataclass(slots=True)
@@ -57,11 +60,15 @@ class Probe:
         main: Runs the model.
         others: Shadow it.
         query_rows: Last rows whose queries are kept; None keeps all.
+        compare: Attend with the others as well; without, they only store.
     """
 
-    def __init__(self, main: KVCache, others: Sequence[KVCache] = (), query_rows: int | None = 64) -> None:
+    def __init__(
+        self, main: KVCache, others: Sequence[KVCache] = (), query_rows: int | None = 64, *, compare: bool = True
+    ) -> None:
         self.main = main
         self.others = tuple(others)
+        self.compare = compare
         self.query_rows = query_rows
         self.steps: list[Step] = []
         self.errors = [HeadErrors() for _ in others]
@@ -91,6 +98,8 @@ class Probe:
         """Attend on all caches, count the errors, and return the main cache's output."""
         exact = self.main.attend(layer, step, q, **options)
         assert isinstance(exact, torch.Tensor)
+        if not self.compare:
+            return exact
         heads = self.main.pools.part(layer, "v" if "v" in self.written[layer] else "latent").num_heads
         for cache, own, errors in zip(self.others, self.steps, self.errors, strict=True):
             lossy = cache.attend(layer, own, q, **options)
@@ -100,6 +109,33 @@ class Probe:
         scale = options.get("scale")
         self.scales[layer] = q.shape[-1] ** -0.5 if scale is None else float(scale)
         return exact
+
+    def run(self, model: Any, tokens: torch.Tensor) -> list[CacheSequence]:
+        """Run a model over tokens `[n]` in one step; return the sequences that hold them, one a cache."""
+        caches = (self.main, *self.others)
+        sequences = [c.sequence(tokens.tolist()) for c in caches]
+        with ExitStack() as steps:
+            opened = [
+                steps.enter_context(c.step([(s, len(tokens))], commit=False))
+                for c, s in zip(caches, sequences, strict=True)
+            ]
+            self.steps = opened[1:]
+            PackedCache(cast(KVCache, self), model).forward(opened[0], rows=torch.tensor([0]))
+        return sequences
+
+
+def sample(model: Any, cache: KVCache, tokens: torch.Tensor) -> dict[int, dict[str, torch.Tensor]]:
+    """Return what `KVCache.calibrate` takes: what every layer of a model writes, and asks, for these tokens.
+
+    Args:
+        model: Attends through kvpool.
+        cache: In a plain format, with room for the tokens.
+        tokens: `[n]` int64.
+    """
+    probe = Probe(cache, query_rows=None)
+    for sequence in probe.run(model, tokens):
+        sequence.release(keep=False)
+    return {layer: {**kv, "q": probe.queries[layer]} for layer, kv in probe.written.items()}
 
 
 def logit_noise(queries: torch.Tensor, exact: torch.Tensor, lossy: torch.Tensor, scale: float) -> torch.Tensor:

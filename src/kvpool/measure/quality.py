@@ -3,7 +3,10 @@
 Two passes over real text, every token stored in the format, none kept aside:
 
 - the model runs on a cache of each format; its next-token distributions are compared with those of the unquantised
-  cache (KL divergence, agreement of the best token, perplexity);
+  cache (KL divergence, agreement of the best token, perplexity). How the tokens before the scored ones got there is one
+  of two procedures (`PREFILLS`): `stored` reads the format from the first token on, as kvpool's own attention does;
+  `exact` computes them without loss and stores what came out, as a cache does whose prefill attends to the tensors of
+  its own forward (transformers' QuantizedCache);
 - the model runs once unquantised while every other cache sees the same queries, keys and values (`probe`): the error
   of attention outputs, layer by layer and head by head.
 """
@@ -15,16 +18,15 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from kvpool.cache import KVCache
 from kvpool.codecs import get_codec
 from kvpool.errors import KVError
-from kvpool.measure.probe import Probe, logit_noise, outlier_ratio
+from kvpool.measure.probe import Probe, logit_noise, outlier_ratio, sample
 from kvpool.measure.variants import OPTIONS, Variant
 from kvpool.plan import make_plan
 from kvpool.sequence import Sequence
@@ -39,6 +41,9 @@ FLUSHED_SHARE = 0.125
 NUM_WORST = 3
 #: Rows whose distributions are compared at once (memory: rows x vocabulary x 4 bytes, a few times).
 CHUNK_ROWS = 64
+
+#: What computes the tokens before the scored ones: the cache of the format itself, or the unquantised one.
+PREFILLS = ("stored", "exact")
 
 Progress = Callable[[str], None]
 
@@ -132,8 +137,12 @@ class Meter:
         model: A causal language model of transformers, attending through kvpool.
         windows: The text.
         baseline: What the others are compared with.
+        prefill: One of `PREFILLS`.
         backend: Of every cache.
         progress: Called with a label after every forward pass.
+
+    Raises:
+        KVError: There is no such procedure.
     """
 
     def __init__(
@@ -142,9 +151,13 @@ class Meter:
         windows: Windows,
         baseline: Variant,
         *,
+        prefill: str = "stored",
         backend: str = "auto",
         progress: Progress = lambda label: None,
     ) -> None:
+        if prefill not in PREFILLS:
+            raise KVError(f"unknown prefill {prefill!r}; known: {', '.join(PREFILLS)}")
+        self.prefill = prefill
         self.model = model
         self.windows = windows
         self.baseline = baseline
@@ -156,7 +169,8 @@ class Meter:
     def num_passes(self, variants: SequenceOf[Variant]) -> int:
         """Forward passes `measure` makes, for a progress bar."""
         calibrating = any(v.needs_calibration for v in variants)
-        return (len(variants) + 1) * len(self.windows.scored) + 1 + calibrating
+        shared = self.prefill == "exact"
+        return (len(variants) + 1 + shared) * len(self.windows.scored) + 1 + calibrating
 
     def measure(self, variants: SequenceOf[Variant]) -> list[Row]:
         """Return the baseline's row and one for each variant."""
@@ -166,8 +180,9 @@ class Meter:
         tallies = [Tally() for _ in everyone]
         for window in self.windows.scored:
             exact = None
-            for variant, run, tally in zip(everyone, runs, tallies, strict=True):
-                logits = self.logits(run, window, through_tiers=variant.below is not None)
+            prefixes = self._exact_prefixes(caches, window) if self.prefill == "exact" else [None] * len(runs)
+            for variant, run, prefix, tally in zip(everyone, runs, prefixes, tallies, strict=True):
+                logits = self.logits(run, window, prefix, through_tiers=variant.below is not None)
                 exact = logits if exact is None else exact
                 tally.add(exact, logits, window[self.windows.prefix + 1 :])
                 self.progress(variant.name)
@@ -203,48 +218,48 @@ class Meter:
     def sample(self) -> dict[int, dict[str, torch.Tensor]]:
         """Return what the layers write and ask for the calibration tokens."""
         if self._sample is None:
-            probe = Probe(self.cache(self.baseline), query_rows=None)
-            self._probe(probe, self.windows.calibration)
-            self._sample = {layer: {**kv, "q": probe.queries[layer]} for layer, kv in probe.written.items()}
+            self._sample = sample(self.model, self.cache(self.baseline), self.windows.calibration)
             self.progress("calibration")
         return self._sample
 
-    def logits(self, run: PackedCache, window: torch.Tensor, *, through_tiers: bool = False) -> torch.Tensor:
+    def logits(
+        self, run: PackedCache, window: torch.Tensor, prefix: Sequence | None = None, *, through_tiers: bool = False
+    ) -> torch.Tensor:
         """Return the logits of a window's scored positions, `[num_scored, vocabulary]`; the window is forgotten.
 
+        One step computes all that is left: its rows read what the cache holds, each up to itself, which is what single
+        steps would read.
+
         Args:
-            run: A cache and the model.
-            window: Token ids.
+            run: The model on a cache.
+            window: Its tokens.
+            prefix: Holds the window's prefix already; None computes it here.
             through_tiers: The prefix comes back from the tiers below before the rest is computed.
         """
-        sequence = run.cache.sequence(window.tolist())
-        first = self.windows.prefix if through_tiers else 0
-        if first:
-            with run.cache.step([(sequence, first)], commit=False) as step:
-                run.forward(step, rows=torch.tensor([0]))
+        done = self.windows.prefix if prefix or through_tiers else 0
+        if prefix:
+            prefix.extend(window[done:].tolist())
+        sequence = prefix or run.cache.sequence(window.tolist())
+        if through_tiers:
+            if not prefix:
+                with run.cache.step([(sequence, done)], commit=False) as step:
+                    run.forward(step, rows=torch.tensor([0]))
             run.cache.below.pass_through(sequence.id)
-        with run.cache.step([(sequence, len(window) - first)], commit=False) as step:
-            logits = run.forward(step, rows=torch.arange(self.windows.prefix - first, len(window) - 1 - first))
+        with run.cache.step([(sequence, len(window))], commit=False) as step:
+            logits = run.forward(step, rows=torch.arange(self.windows.prefix, len(window) - 1) - done)
         sequence.release(keep=False)
         return logits
 
-    def _probe(self, probe: Probe, window: torch.Tensor) -> list[Sequence]:
-        """Run the model over a window on the probe's caches; returns the sequences they hold."""
-        caches = (probe.main, *probe.others)
-        sequences = [c.sequence(window.tolist()) for c in caches]
-        with ExitStack() as steps:
-            opened = [
-                steps.enter_context(c.step([(s, len(window))], commit=False))
-                for c, s in zip(caches, sequences, strict=True)
-            ]
-            probe.steps = opened[1:]
-            PackedCache(cast(KVCache, probe), self.model).forward(opened[0], rows=torch.tensor([0]))
+    def _exact_prefixes(self, caches: SequenceOf[KVCache], window: torch.Tensor) -> list[Sequence]:
+        """Compute a window's prefix on the first cache and store what came out in all; return what holds it."""
+        sequences = Probe(caches[0], caches[1:], compare=False).run(self.model, window[: self.windows.prefix])
+        self.progress("prefix")
         return sequences
 
     def _attention(self, caches: SequenceOf[KVCache], rows: SequenceOf[Row]) -> None:
         """Fill the attention errors of the rows from one pass over the first window."""
         probe = Probe(caches[0], caches[1:])
-        sequences = self._probe(probe, self.windows.scored[0])
+        sequences = probe.run(self.model, self.windows.scored[0])
         self.progress("attention")
         rows[0].attention_error = 0.0
         rows[0].layers = dict.fromkeys(probe.written, 0.0)

@@ -41,9 +41,9 @@ class Variant:
     below: str | None = None
 
     @property
-    def codec(self) -> dict[str, str]:
+    def codec(self) -> str | dict[str, str]:
         """The `codec` argument of `make_plan`."""
-        return {"*": self.k, "v": self.v}
+        return self.k if self.k == self.v else {"*": self.k, "v": self.v}
 
     @property
     def at_rest(self) -> Variant:
