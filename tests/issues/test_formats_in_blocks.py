@@ -22,12 +22,18 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make(
-    kinds: tuple[LayerKind, ...], codec: object, backend: str, layout: str = "HND", n: int = 16, blocks: int = 24
+    kinds: tuple[LayerKind, ...],
+    codec: object,
+    backend: str,
+    layout: str = "HND",
+    n: int = 16,
+    blocks: int = 24,
+    **options: object,
 ) -> kv.KVCache:
     """A cache of two layers, every byte 0xFF, its constants set: K and V different from each other and from 1."""
     spec = kv.CacheSpec((LayerSpec(kinds),) * 2, "fp32", max_seq_len=256)
     plan = kv.make_plan(spec, codec=codec, layout=layout, tokens_per_block=n, num_blocks=blocks)
-    cache = kv.KVCache(plan, backend=backend)
+    cache = kv.KVCache(plan, backend=backend, **options)  # type: ignore[arg-type]
     for slab in cache.pools.slabs:
         for block in range(slab.num_blocks):
             for piece in slab.block_bytes(block):
@@ -201,6 +207,31 @@ def test_rewound_and_forked_tokens_take_their_own_scales(codec: str, backend: st
             limit = 0.2 if not get_codec(codec).constant_scale else 0.6
             assert (back[31:] - x).norm() / x.norm() < limit
     cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("codec", QUANTISED)
+def test_blocks_that_were_offloaded_come_back_with_their_scales(codec: str, backend: str) -> None:
+    """FlashInfer issue 4979, its last path: after a round trip to the host, reading and attending give the same."""
+    cache = make((KVKind(2, 64),), codec, backend, blocks=6, host_size="1MiB")
+    k, v, q = normal(64, 2, 64), normal(64, 2, 64, seed=1) * 3, normal(1, 4, 64, seed=2)
+
+    def look(sequence: object) -> list[torch.Tensor]:
+        sequence.extend([7])  # type: ignore[attr-defined]
+        with cache.step([(sequence, 1)]) as step:  # type: ignore[list-item]
+            cache.write(1, step, k[:1], v[:1])
+            return [cache.attend(1, step, q), *cache.read(1, sequence)]  # type: ignore[arg-type,list-item]
+
+    first = fill(cache, list(range(64)), k, v)
+    before = look(first)
+    first.release()  # type: ignore[attr-defined]
+    fill(cache, list(range(500, 564)), v, k).release()  # type: ignore[attr-defined]  # its blocks are needed
+    again = fill(cache, list(range(64)), k, v)
+    assert again.num_cached_tokens >= 48  # type: ignore[attr-defined]
+    assert cache.tier_stats()["host"].hit > 0
+    for a, b in zip(before, look(again), strict=True):
+        assert torch.equal(a, b)
+    cache.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
