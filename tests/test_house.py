@@ -26,7 +26,7 @@ FLOORS = """
 errors < dtypes log _native
 layout codecs
 kinds < families < spec
-plan
+plan < support
 pools ledger
 step
 backends
@@ -40,7 +40,7 @@ cli
 """.strip().splitlines()
 
 #: Units that never import torch, not even inside a function: they work with integers and plain data.
-WITHOUT_TORCH = {"errors", "dtypes", "layout", "kinds", "families", "spec", "plan", "ledger"}
+WITHOUT_TORCH = {"errors", "dtypes", "layout", "kinds", "families", "spec", "plan", "support", "ledger"}
 #: Environment variables, and the file that may read each; None for any.
 ENVIRONMENT = {
     "KVPOOL_LOG": None,
@@ -150,6 +150,7 @@ def test_the_floors_of_integers_never_import_torch() -> None:
     [
         "import kvpool",
         "import kvpool.plan, kvpool.layout, kvpool.codecs, kvpool.spec",
+        "import kvpool.support",
         "import kvpool.ledger",
         "import kvpool.cli",
     ],

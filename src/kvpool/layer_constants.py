@@ -9,10 +9,12 @@ import torch
 
 from kvpool.backends import get_backend
 from kvpool.codecs import Counts
+from kvpool.errors import UnsupportedError
 from kvpool.plan import Plan
 from kvpool.pools import Constants, Pools
 from kvpool.pools.calibration import calibrate_layer
 from kvpool.pools.constants import apply_scales, read_scales, set_layer, set_unit_scales
+from kvpool.support import refusal
 
 
 class LayerConstants:
@@ -24,12 +26,18 @@ class LayerConstants:
         backend: `auto`, or a name; a name never falls back.
         num_threads: Of its kernels; None leaves it to the backend.
         touch: Fault all committed memory in now, so that no step does.
+
+    Raises:
+        UnsupportedError: The backend cannot work on a pool of the plan.
     """
 
     def __init__(self, plan: Plan, device: str, backend: str, *, num_threads: int | None, touch: bool) -> None:
         self.plan = plan
         self.device = device
         self.backend = get_backend(backend, device, num_threads)
+        reason = refusal(self.backend.name, plan)
+        if reason:
+            raise UnsupportedError(f"backend {self.backend.name!r} cannot work on this plan: {reason}")
         self.pools = Pools(plan, device, touch=touch)
 
     def set_constants(

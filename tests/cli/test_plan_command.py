@@ -101,8 +101,18 @@ def test_the_json_says_what_the_library_plans(capsys: pytest.CaptureFixture[str]
         max_seq_len=8192,
         typical_seq_len=1024,
     )
+    assert report.pop("support")["codecs"]["nvfp4"]["cpu"] == "yes"
     assert report == json.loads(json.dumps(plan.to_dict([4096, 8192])))
     assert report["sequences"] == {str(n): plan.sequences(n).value for n in (4096, 8192)}
+
+
+def test_the_model_s_rows_of_the_support_matrix_are_printed(capsys: pytest.CaptureFixture[str], path: Any) -> None:
+    text = call(capsys, "plan", path(LLAMA), "--budget", "4GiB")
+    table = text[text.index("support, for layouts HND, NHD") :].splitlines()
+    assert table[1].split() == ["codec", "reference", "cpu", "triton", "flashinfer"]
+    assert ["int8", "yes", "yes", "yes", "no"] in [line.split()[:5] for line in table]
+    assert "rotation in blocks of 128" in text
+    assert "transformers: kernel" in text
 
 
 def test_the_table_fits_a_terminal_and_says_what_bound_it(capsys: pytest.CaptureFixture[str], path: Any) -> None:

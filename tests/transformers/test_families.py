@@ -11,17 +11,19 @@ from harness import check_same, counted, counted_attends, generate, generate_alo
 from tiny_models import FAMILIES, prompts, tiny
 from transformers import PreTrainedModel
 
+from kvpool.errors import SpecError
 from kvpool.kinds import IndexerKind, KVKind, LatentKind, SharedKind, StateKind
+from kvpool.support import MODES, families
 from kvpool.transformers import PagedCache
-from kvpool.transformers.support import MODES, support
 
-MODE = {row.family: row.mode for row in support()}
+MODE = {row.name: row.mode for row in families()}
 #: The model's own attention gets dense keys and values.
-GATHER_ONLY = {row.family: row.note for row in support() if row.mode == "gather"}
-REFUSED = {row.family: row.note for row in support() if row.mode == "refused"}
+GATHER_ONLY = {row.name: row.note for row in families() if row.mode == "gather"}
+REFUSED = {row.name: row.note for row in families() if row.mode == "refused"}
 #: Sparse attention: where scores tie, transformers itself picks other tokens in a padded batch than without padding.
-#: These are compared row by row, with weights (seed 1) under which nothing ties.
-ALONE = {"deepseek_v32", "glm_moe_dsa"}
+#: These are compared row by row, with weights (seed 1) under which nothing ties. MiniMax: transformers' own decoding of
+#: a padded batch differs from that of its rows by several logits (its cache tells the length of a layer without one).
+ALONE = {"deepseek_v32", "glm_moe_dsa", "minimax"}
 NEW = 6
 
 
@@ -94,31 +96,19 @@ def test_long_prompts_and_other_windows(family: str, window: int, mode: str) -> 
     check_two_rounds(family, cache, model, [200, 150, 12], new=40 if mode == "kernel" else NEW)
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
-@pytest.mark.parametrize("family", ["llama", "gemma4", "gpt_oss", "deepseek_v3"])
-def test_quantised_storage_keeps_logits_close(family: str, codec: str) -> None:
-    """int8 errs by 1/254 of a vector's largest element, fp8 by 1/16 of each element; logits move by about as much."""
-    model = tiny(family)
-    ids, mask = prompts([60, 33])
-    want = generate(model, ids, mask, None, max_new_tokens=1)
-    got = generate(model, ids, mask, paged(model, codec=codec), max_new_tokens=1)
-    scale = want.logits[0].std()
-    error = (want.logits[0] - got.logits[0]).pow(2).mean().sqrt() / scale
-    assert 0 < error < {"int8": 0.05, "fp8": 0.25}[codec]
-
-
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_refused_families_say_why(family: str) -> None:
     model = tiny(family)
     ids, mask = prompts([9])
-    with pytest.raises(ValueError, match="uses cache of its own"):
+    with pytest.raises(SpecError) as refused:
         generate(model, ids, mask, paged(model))
+    assert REFUSED[family] in str(refused.value)
 
 
 def test_the_data_file_speaks_of_the_families_of_the_tests() -> None:
     assert set(MODE) == set(FAMILIES)
     assert set(MODE.values()) == set(MODES)
-    assert all(row.note for row in support() if row.mode != "kernel"), "say why"
+    assert all(row.note for row in families() if row.mode != "kernel"), "say why"
 
 
 def test_families_cover_every_kind() -> None:

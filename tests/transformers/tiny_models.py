@@ -128,6 +128,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"state_size": 8}),
     "mamba2": ("mamba2", {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16}),
     "minimax": ("minimax", {**_HEAD16, **_LOCAL_EXPERTS, "layer_types": _ALTERNATE, "block_size": 16}),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {"lru_width": 64, "attention_window_size": WINDOW, "block_types": ["recurrent", "recurrent", "attention"],
+         "num_key_value_heads": 1},
+    ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        {"num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "moe_intermediate_size": 32,
+         "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "o_groups": 2, "o_lora_rank": 16,
+         "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "hc_mult": 2, "num_nextn_predict_layers": 0,
+         "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention",
+                         "heavily_compressed_attention"],
+         "mlp_layer_types": ["moe"] * 4, "partial_rotary_factor": 0.5,
+         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    ),
 }  # fmt: skip
 _WITHOUT_BASE = {"gpt2", "gpt_bigcode"}
 _CHAOTIC = {"zamba2", "nemotron_h"}

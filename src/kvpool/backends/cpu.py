@@ -14,27 +14,10 @@ from kvpool.errors import UnsupportedError
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Plane, Pools
 from kvpool.step import Step, StepBuffers
+from kvpool.support import NATIVE_CODECS
 
-#: Order of `CodecId` in native/kernels/types.hpp.
-CODEC_IDS = {
-    name: index
-    for index, name in enumerate(
-        (
-            "fp32",
-            "fp16",
-            "bf16",
-            "fp8",
-            "fp8-tensor",
-            "fp8e5m2-tensor",
-            "int8",
-            "int8-tensor",
-            "nvfp4",
-            "nvfp4-token",
-            "index-fp8",
-            "index-fp4",
-        )
-    )
-}
+#: Codec -> `CodecId` in native/kernels/types.hpp.
+CODEC_IDS = {name: index for index, name in enumerate(NATIVE_CODECS)}
 #: Order of `DType` in native/kernels/types.hpp.
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: Instruction sets, lowest first.
@@ -78,15 +61,7 @@ def _strides(plane: Plane) -> tuple[int, int, int, int]:
 
 
 def make_store(part: Part) -> _native.Store:
-    """Return what the kernels need to know of a part, and freeze its constants.
-
-    Raises:
-        UnsupportedError: Its codec has no native kernels.
-    """
-    if part.codec.name not in CODEC_IDS:
-        raise UnsupportedError(
-            f"codec {part.codec.name!r} has no native kernels; use backend='reference', or add a C++ header"
-        )
+    """Return what the kernels need to know of a part, and freeze its constants."""
     constants = part.constants
     constants.freeze()
     return _native.Store(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpool import support
 from kvpool.cli import options
 from kvpool.cli.options import LayoutName
 from kvpool.errors import PlanError
@@ -88,6 +89,7 @@ def plan(
     else:
         plans = {"plan": make_plan(spec, **settings)}
         report = plans["plan"].to_dict(contexts)
+    report["support"] = support.to_dict(spec)
     if model is not None:
         report["weights"] = model
     if advise:
@@ -99,6 +101,7 @@ def plan(
         print(json.dumps(report))
     else:
         print(_text(report, None if contexts is None else [str(n) for n in contexts]))
+        print(f"\n{support.text(spec)}")
 
 
 def _change(name: str, value: str) -> dict[str, Any]:

@@ -137,10 +137,15 @@ class StateLayer(Owned, LinearAttentionLayer):
             state = self.conv_states[0] if kind.name == CONV else self.recurrent_states[0]
             if state is not None and kind.name == CONV:
                 state = state[..., -kind.shape[-1] :]
-            if state is None or tuple(state.shape[1:]) != kind.shape:
-                found = "none" if state is None else list(state.shape[1:])
+            if state is None:
                 raise SpecError(
-                    f"state {kind.name!r} of layer {self.layer} is planned as {list(kind.shape)}, is {found}"
+                    f"layer {self.layer} left no state {kind.name!r} in its cache: {type(self.owner.model).__name__}"
+                    " keeps its recurrent states in its modules, not in its cache, where nothing can share them"
+                )
+            if tuple(state.shape[1:]) != kind.shape:
+                raise SpecError(
+                    f"state {kind.name!r} of layer {self.layer} is planned as {list(kind.shape)}, is"
+                    f" {list(state.shape[1:])}"
                 )
             self.owner.cache.state_write(self.layer, step, kind.name, state)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +14,7 @@ from kvpool.errors import KVError, SpecError, UnsupportedError
 from kvpool.kinds import LatentKind
 from kvpool.step import Step
 from kvpool.transformers.bridge import Bridge, HostedCache, cache_argument
+from kvpool.transformers.demanded import adapted, demanded_class
 from kvpool.transformers.dense import DenseMap
 from kvpool.transformers.layers import StateLayer, make_layer
 
@@ -28,6 +29,12 @@ class StepCache(HostedCache, Cache):
 
     Invariants: `step` and `dense` are set exactly while a step is open.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make an instance that passes for the class the model demands, if it demands one."""
+        model = next((x for x in (*args, *kwargs.values()) if isinstance(x, PreTrainedModel)), None)
+        demanded = None if model is None else demanded_class(model)
+        return super().__new__(cls if demanded is None else adapted(cls, demanded))  # type: ignore[arg-type]
 
     def __init__(self, cache: KVCache, model: PreTrainedModel, *, gathers: bool = False) -> None:
         Cache.__init__(self, layers=[make_layer(self, i, spec) for i, spec in enumerate(cache.plan.spec.layers)])
