@@ -31,12 +31,21 @@ def test_sampling_several_answers_gives_the_same_ones(mode: str) -> None:
     cache.cache.check()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+#: Windows, latents, states and what is shared between layers: every kind of thing a beam takes along.
+BEAMS = ["gemma3", "gemma4_shared", "llama4", "deepseek_v3", "kimi_linear", "qwen3_next", "jamba", "falcon_h1", "lfm2"]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        *((family, mode) for family in ("llama", "gpt2") for mode in MODES),
+        *(pytest.param(family, "kernel", marks=pytest.mark.slow) for family in BEAMS),
+    ],
+)
 def test_beam_search_finds_the_same_beams(family: str, mode: str) -> None:
     model = tiny(family)
     ids, mask = prompts([21, 34])
-    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 20}
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 20, "output_scores": True}
     want = generate(model, ids, mask, None, **options)
     cache = paged(model, mode)
     for _ in range(2):

@@ -78,6 +78,25 @@ def test_a_new_prompt_finds_the_shared_prefix_of_an_old_one() -> None:
     assert check_same(generate(model, other, mask, None), got, 90) == 0
 
 
+STATES = ["mamba2", "kimi_linear", "qwen3_next", "qwen3_5", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid",
+          "zamba2", "lfm2", "minimax"]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", *(pytest.param(f, marks=pytest.mark.slow) for f in STATES)])
+def test_a_new_prompt_goes_on_from_the_state_of_an_old_one(family: str) -> None:
+    """By several tokens at once, or one by one where transformers cannot: what the first step finds decides."""
+    model = tiny(family, seed=1)
+    cache = PagedCache(model, budget="8MiB", tokens_per_block=16, codec="fp32", backend="cpu")
+    for seed in range(3):
+        ids, mask = prompts([75], seed=seed, shared=0)
+        ids[:, :70] = prompts([70])[0]
+        before = cache.cache.stats().hit_tokens
+        got = generate(model, ids, mask, cache, max_new_tokens=8)
+        assert check_same(generate(model, ids, mask, None, max_new_tokens=8), got, 75) == 0
+        assert (cache.cache.stats().hit_tokens - before > 0) == (seed > 0)
+    cache.cache.check()
+
+
 def test_equal_rows_of_one_batch_compute_their_full_blocks_once() -> None:
     model = tiny("llama")
     ids, mask = prompts([50])

@@ -163,7 +163,10 @@ class PagedCache(StepCache):
             computed = sequence.num_computed_tokens
             # What the first step of a sequence finds counts as computed only then: one more could be one too many.
             unmatched = computed == 0 and until < len(sequence)
-            single = unmatched or (computed > 0 and self._single_steps)
+            continues = computed > 0 or (
+                self._single_steps and self.cache.peek(sequence.tokens, salt=self.rows.salt) > 0
+            )
+            single = unmatched or (continues and self._single_steps)
             step = self.cache.step([(sequence, 1 if single else until - computed)])
             first = int(step.positions[0])
             self._set_step(step, DenseMap(1, step.total_tokens), [sequence], first + step.total_tokens)
