@@ -46,12 +46,17 @@ def test_a_window_of_a_hundred_thousand_tokens_holds_a_constant_number_of_blocks
     assert max(held.values()) - min(held.values()) <= 1
 
 
-@pytest.mark.parametrize("num_others", [0, 3])
-def test_two_chats_that_share_half_find_it_behind_a_window(num_others: int) -> None:
-    """4,000 tokens each, the first 2,000 shared, a window of 1,000; with other chats in between as well."""
+@pytest.mark.parametrize(("num_others", "num_blocks"), [(0, 8000), (3, 8000), (3, 2100)])
+def test_two_chats_that_share_half_find_it_behind_a_window(num_others: int, num_blocks: int) -> None:
+    """4,000 tokens each, the first 2,000 shared, a window of 1,000; other chats between them need the blocks."""
     spec = kv.CacheSpec.from_config(tiny("gemma2", sliding_window=1000, max_position_embeddings=8192).config)
     plan = kv.make_plan(
-        spec, budget="256MiB", tokens_per_block=8, max_step_tokens=512, max_seq_len=8192, checkpoint_interval=1000
+        spec,
+        num_blocks={"full": num_blocks, "window-1000": num_blocks},
+        tokens_per_block=8,
+        max_step_tokens=512,
+        max_seq_len=8192,
+        checkpoint_interval=1000,
     )
     ledger, arrays = Ledger(plan), StepArrays.from_plan(plan)
     system = list(range(2000))
@@ -64,4 +69,6 @@ def test_two_chats_that_share_half_find_it_behind_a_window(num_others: int) -> N
         found = ledger.num_cached_tokens(sequence)
         ledger.release(sequence)
     assert found == 2000
+    # 2,250 blocks of 8 tokens are different ones: with 2,100 some had to go.
+    assert (ledger.stats().evicted_blocks > 0) == (num_blocks < 2250)
     ledger.check()
