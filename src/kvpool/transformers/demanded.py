@@ -33,8 +33,11 @@ class LightningStates:
 def demanded_class(model: PreTrainedModel) -> type[Cache] | None:
     """Return the class with lightning states that a model's forward names as the type of its cache, if any."""
     for module in model.modules():
-        parameter = inspect.signature(module.forward).parameters.get("cache")
-        if parameter is None or not isinstance(module, PreTrainedModel):
+        if not isinstance(module, PreTrainedModel):
+            continue
+        parameters = inspect.signature(module.forward).parameters
+        parameter = parameters.get("cache") or parameters.get("past_key_values")  # its name before transformers 5.24
+        if parameter is None:
             continue
         for named in (parameter.annotation, *typing.get_args(parameter.annotation)):
             if inspect.isclass(named) and issubclass(named, Cache) and hasattr(named, "set_linear_cache"):
