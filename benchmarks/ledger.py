@@ -1,32 +1,40 @@
 """How many blocks a second does the ledger manage, beside vLLM's KVCacheManager and SGLang's RadixCache?
 
 The conversation trace, 16 token ids for each trace id (built outside the clock), 10,000 blocks of 16 tokens, 8 requests
-alive; hashing and comparing inside the clock; processor time, one thread. (SGLang's script gives wall time: compare it
-on a quiet machine only.) The peers run in environments of their own, alternating with ours, by commands that print one
-JSON line each:
+alive; hashing and comparing inside the clock; processor time, one thread. The peers run in environments of their own,
+each between two runs of ours, by commands that print one JSON line each; a ratio is taken within a round. SGLang's
+script asks for wall time; the wrapper below gives it processor time:
 
-    python benchmarks/ledger.py --trace conversation_trace.jsonl \
+    python benchmarks/ledger.py --trace conversation_trace.jsonl --million \
         --vllm "VLLM_PYTHON vllm_manager.py --trace T --blocks 10000 --block-size 16 --expand 16 --live 8" \
-        --sglang "SGLANG_PYTHON sglang_radix.py --sglang-root R --trace T --capacity-blocks 10000 --block-tokens 16 \
+        --sglang "SGLANG_PYTHON -c 'import runpy, sys, time; time.perf_counter = time.process_time; del sys.argv[0]; \
+runpy.run_path(sys.argv[0])' sglang_radix.py --sglang-root R --trace T --capacity-blocks 10000 --block-tokens 16 \
 --page-size 16"
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from ledger_decode import cpu_name
 
 from kvpool import _native
-from kvpool.ledger import Released
-from kvpool.measure.replay import Request, load_trace, replay
+from kvpool.errors import OutOfBlocks
+from kvpool.ledger import Ledger, Released, StepArrays
+from kvpool.measure.replay import Request, load_trace, make_capacity, replay
 
 BLOCKS = 10_000
 
@@ -44,7 +52,7 @@ def peer(command: str) -> float:
     row = json.loads(out.strip().splitlines()[-1])
     if "us_per_block_core" in row:  # vLLM: its own calls and its hashing, processor time
         return 1e6 / (row["us_per_block_core"] + row["us_hash_per_block"])
-    return float(row["blocks_per_s"])  # SGLang: no hashing, whole blocks only, wall time
+    return float(row["blocks_per_s"])  # SGLang: no hashing, whole blocks only
 
 
 def copies(requests: list[Request], num_copies: int, per_copy: int) -> list[Request]:
@@ -56,49 +64,103 @@ def copies(requests: list[Request], num_copies: int, per_copy: int) -> list[Requ
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--vllm")
-    parser.add_argument("--sglang")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--million", action="store_true", help="also 1,000,000 blocks, 100 interleaved copies")
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    requests = load_trace(given.trace)
-    ours = {
+def longest_call(requests: list[Request], blocks: int) -> dict[str, float]:
+    """The longest call, and by how much one exceeds 0.3 us for each block of its prompt."""
+    plan = make_capacity(requests, blocks, 16, None)
+    ledger, arrays = Ledger(plan), StepArrays.from_plan(plan)
+    live: deque[tuple[int, int]] = deque()
+    longest = beyond = 0.0
+    gc.collect()
+    gc.disable()
+
+    def timed(size: int, call: Callable[[], Any]) -> Any:
+        nonlocal longest, beyond
+        start = time.thread_time_ns()
+        result = call()
+        us = (time.thread_time_ns() - start) / 1e3
+        longest, beyond = max(longest, us), max(beyond, us - 0.3 * -(-size // 16))
+        return result
+
+    for request in requests:
+        prompt = request.tokens
+        while len(live) >= 8:
+            sequence, size = live.popleft()
+            timed(size, lambda s=sequence: ledger.release(s))
+        sequence = timed(len(prompt), lambda p=prompt: ledger.open(p))
+        while True:
+            try:
+                items = [(sequence, len(prompt))]
+                decision = timed(len(prompt), lambda i=items: ledger.begin_step(i, arrays))
+                break
+            except OutOfBlocks:
+                ledger.release(live.popleft()[0])
+        timed(len(prompt), lambda d=decision: ledger.end_step(d))
+        live.append((sequence, len(prompt)))
+    gc.enable()
+    bytes_a_block = ledger.stats().bookkeeping_bytes / blocks
+    return {"longest_call_us": longest, "beyond_0.3_us_a_block_us": beyond, "bookkeeping_bytes_a_block": bytes_a_block}
+
+
+def rounds_of(requests: list[Request], peers: dict[str, str], num_rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Blocks a second by case, of each round: ours before and after each peer, and the peers'."""
+    cases: dict[str, dict[str, Any]] = {
         "arrays": {},
         "lists": {"as_lists": True},
         "without SHA instructions": {"portable_sha": True},
         "user policy in numpy": {"policy": NumpyLRU()},
     }
-    rates: dict[str, list[float]] = {name: [] for name in (*ours, "vllm", "sglang")}
-    for _ in range(given.rounds):
-        for name, options in ours.items():
-            rates[name].append(replay(requests, BLOCKS - 1, **options).blocks_per_s)
-        for name in ("vllm", "sglang"):
-            if getattr(given, name):
-                rates[name].append(peer(getattr(given, name)))
-    rows = [
-        {
-            "case": name,
-            "blocks_per_s": statistics.median(r),
-            "spread": (max(r) - min(r)) / statistics.median(r),
-            "vs_peer": {p: statistics.median(r) / statistics.median(rates[p]) for p in ("vllm", "sglang") if rates[p]},
-        }
-        for name, r in rates.items()
-        if r
-    ]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
+    for _ in range(num_rounds):
+        rates: dict[str, list[float]] = {name: [] for name in cases}
+        theirs = {}
+        for peer_name in (None, *peers):
+            if peer_name is not None:
+                theirs[peer_name] = peer(peers[peer_name])
+            for name, options in cases.items():
+                rates[name].append(replay(requests, BLOCKS - 1, **options).blocks_per_s)
+        for name, values in rates.items():
+            found[name].append({"ours": statistics.median(values), **theirs})
+    return found
+
+
+def summary(name: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
+    ours = [r["ours"] for r in rounds]
+    ratios = {p: [r["ours"] / r[p] for r in rounds] for p in rounds[0] if p != "ours"}
+    return {
+        "case": name,
+        "blocks_per_s": statistics.median(ours),
+        "spread": (max(ours) - min(ours)) / statistics.median(ours),
+        "peer_blocks_per_s": {p: statistics.median(r[p] for r in rounds) for p in ratios},
+        "vs_peer": {p: statistics.median(v) for p, v in ratios.items()},
+        "vs_peer_range": {p: [min(v), max(v)] for p, v in ratios.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--vllm")
+    parser.add_argument("--sglang")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--million", action="store_true", help="also 1,000,000 blocks, 100 interleaved copies")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    requests = load_trace(given.trace)
+    peers = {name: command for name in ("vllm", "sglang") if (command := getattr(given, name))}
+    rows = [summary(name, r) for name, r in rounds_of(requests, peers, given.rounds).items()] if given.rounds else []
     if given.million:
         for blocks, num, per in ((10_000, 1, 3_000), (1_000_000, 100, 900)):
-            row = replay(copies(requests, num, per), blocks, whole_blocks=False)
-            rows.append({"case": f"{num} copies, {blocks} blocks", "us_per_block": 1e6 / row.blocks_per_s,
-                         "hit_rate": row.hit_rate, "evicted": row.evicted})  # fmt: skip
+            copied = copies(requests, num, per)
+            runs = [replay(copied, blocks) for _ in range(5 if num == 1 else 3)]
+            times = [1e6 / r.blocks_per_s for r in runs]
+            rows.append({"case": f"{num} copies, {blocks} blocks", "us_per_block": statistics.median(times),
+                         "range": [min(times), max(times)], "hit_rate": runs[0].hit_rate, "evicted": runs[0].evicted,
+                         **longest_call(copied, blocks)})  # fmt: skip
     for row in rows:
         print(row)
     if given.output:
-        machine = {"cpu": platform.processor() or platform.machine(), "sha": _native.has_sha(), "numpy": np.__version__,
-                   "load_average": os.getloadavg()[0], "cores": os.cpu_count()}  # fmt: skip
+        machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "sha": _native.has_sha(), "numpy": np.__version__,
+                   "python": sys.version.split()[0], "load_average": os.getloadavg()[0]}  # fmt: skip
         given.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 

@@ -2,7 +2,7 @@
 
 One call ends the last step, appends a token to each sequence, takes blocks where due and fills the index tensors.
 The cache is full: every new block evicts. Times are processor times of the calling thread.
-Run: `python benchmarks/ledger_decode.py [--blocks 1000000] [--json]`.
+Run: `python benchmarks/ledger_decode.py [--blocks 1000000] [--json] [--output FILE]`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import platform
+import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -79,20 +83,44 @@ def measure(blocks: int, staggered: bool, steps: int) -> Result:
     )  # fmt: skip
 
 
+def cpu_name() -> str:
+    """The processor as Linux names it."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def median_of(runs: list[Result]) -> dict[str, object]:
+    """The median of every time, and the means of all runs."""
+    times = ("mean_us", "p50_us", "due_p99_us", "max_us")
+    row: dict[str, object] = dict(asdict(runs[0]))
+    row |= {name: statistics.median(getattr(r, name) for r in runs) for name in times}
+    return row | {"means_us": [r.mean_us for r in runs]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", default="10000,1000000")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    rows = [measure(int(b), s, given.steps) for b in given.blocks.split(",") for s in (True, False)]
+    cases = [(int(b), s) for b in given.blocks.split(",") for s in (True, False)]
+    runs = [[measure(b, s, given.steps) for b, s in cases] for _ in range(given.rounds)]
+    rows = [median_of(list(of_case)) for of_case in zip(*runs, strict=True)]
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    result = {"machine": machine, "sequences": SEQUENCES, "tokens_per_block": TOKENS_PER_BLOCK, "rows": rows}
+    if given.output:
+        given.output.write_text(json.dumps(result, indent=1) + "\n")
     if given.json:
-        print(json.dumps([asdict(r) for r in rows]))
+        print(json.dumps(result))
         return
     for r in rows:
+        due = "staggered" if r["staggered"] else "all due at once"
         print(
-            f"{r.blocks:>9,} blocks, {'staggered' if r.staggered else 'all due at once'}: mean {r.mean_us:.1f} us, "
-            f"p50 {r.p50_us:.1f}, p99 of due steps {r.due_p99_us:.1f}, longest {r.max_us:.1f}"
+            f"{r['blocks']:>9,} blocks, {due}: mean {r['mean_us']:.1f} us, p50 {r['p50_us']:.1f}, p99 of due steps "
+            f"{r['due_p99_us']:.1f}, longest {r['max_us']:.1f}; medians of {given.rounds} runs"
         )
 
 

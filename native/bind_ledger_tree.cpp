@@ -63,29 +63,18 @@ nb::dict statistics(Core& self) {
 }
 
 nb::list drain_events(Core& self) {
-  struct Drained {
-    Event event;
-    std::vector<int32_t> tokens;
-    std::string salt, lora;
-  };
-  std::vector<Drained> drained;
+  std::vector<std::pair<Event, std::vector<int32_t>>> drained;
   {
     const Lock lock(self.mutex());
-    const Tree& tree = self.blocks().tree;
     self.blocks().events.drain([&](const Event& e, const int32_t* tokens) {
-      const bool named = e.kind != EventKind::cleared && e.space < tree.num_spaces();
-      drained.push_back({e, std::vector<int32_t>(tokens, tokens + e.num_tokens), "", ""});
-      if (!named) return;
-      drained.back().salt = tree.space(e.space).salt;
-      drained.back().lora = tree.space(e.space).lora;
+      drained.emplace_back(e, std::vector<int32_t>(tokens, tokens + e.num_tokens));
     });
   }
   nb::list out;
-  for (const Drained& d : drained) {
-    const Event& e = d.event;
+  for (const auto& [e, tokens] : drained) {
     out.append(nb::make_tuple(e.number, static_cast<int>(e.kind), e.group, e.block, e.to, to_bytes(e.key),
-                              e.has_parent ? nb::object(to_bytes(e.parent)) : nb::none(), e.start, to_tuple(d.tokens),
-                              e.priority, to_bytes(d.salt), to_bytes(d.lora)));
+                              e.has_parent ? nb::object(to_bytes(e.parent)) : nb::none(), e.start, to_tuple(tokens),
+                              e.priority, to_bytes(e.salt), to_bytes(e.lora), to_bytes(e.extras)));
   }
   return out;
 }

@@ -22,6 +22,8 @@ Blocks::Blocks(const std::vector<GroupSpec>& specs, int32_t num_nodes, int32_t n
 size_t Blocks::bytes() const {
   size_t sum = tree.bytes();
   for (const BlockGroup& g : groups) sum += g.bytes();
+  for (const Timers& t : timers_) sum += t.bytes();
+  for (const auto& heap : heaps_) sum += heap ? heap->bytes() : 0;
   return sum;
 }
 
@@ -203,9 +205,12 @@ void Blocks::tell(EventKind kind, int g, int32_t b, int32_t n, int32_t to) {
   e.parent = tree.key_of(node.parent);
   e.start = int64_t{node.index} * tree.tokens_per_block;
   e.num_tokens = node.len;
-  e.space = tree.space_of(n);
   e.priority = groups[g][b].own;
-  events.add(e, tree.tokens(n));
+  const Space& space = tree.space(tree.space_of(n));
+  e.salt = space.salt;
+  e.lora = space.lora;
+  e.extras = tree.extras(node.extras);
+  events.add(std::move(e), tree.tokens(n));
 }
 
 void Blocks::detach(int g, int32_t n) {

@@ -1,9 +1,11 @@
-// What happened to blocks, in order, in a ring of fixed size. Tokens are copied: a node may be another's by the time
-// the ring is read.
+// What happened to blocks, in order, in a ring of fixed size. Tokens and names are copied: a node may be another's by
+// the time the ring is read.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "ledger/tree.hpp"
@@ -20,8 +22,8 @@ struct Event {
   bool has_parent = false;
   int64_t start = 0;  // first token of the block in its sequences
   int32_t num_tokens = 0;
-  int32_t space = 0;
   int32_t priority = 0;
+  std::string salt, lora, extras;  // copies: whose they were may be gone by the time the ring is read
 };
 
 class EventLog {
@@ -38,8 +40,8 @@ class EventLog {
     const size_t at = static_cast<size_t>(next_) % events_.size();
     event.number = next_++;
     if (next_ - first_ > static_cast<int64_t>(events_.size())) ++first_;  // the oldest is lost: a gap in the numbers
-    events_[at] = event;
     if (event.num_tokens) std::copy(tokens, tokens + event.num_tokens, &tokens_[at * n_]);
+    events_[at] = std::move(event);
   }
 
   template <class Visit>

@@ -213,6 +213,7 @@ void Core::store_tail(Sequence& s) {
     const Held& held = s.held[g];
     if (blocks_.is(g, Life::state)) continue;
     if (held.table[full] < 0 || groups_[g][held.table[full]].node) return;
+    if (groups_[g][held.table[full]].ref > 1) return;  // a fork's too: the last one to leave it stores it
   }
   const int32_t* tokens = &s.tokens[int64_t{full} * n_];
   const int32_t extras = s.extras_of(full);

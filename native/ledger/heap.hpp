@@ -18,6 +18,7 @@ class KeyHeap {
   double key(int32_t b) const { return keys_[b]; }
   const double* keys() const { return keys_.data(); }
   int32_t size() const { return size_; }
+  size_t bytes() const { return keys_.bytes() + places_.bytes() + heap_.bytes(); }
 
   void insert(int32_t b) {
     put(size_, b);

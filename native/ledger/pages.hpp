@@ -1,4 +1,5 @@
-// Zeroed memory for arrays that are allocated once and never grow: lazily touched, in huge pages where granted.
+// Zeroed memory for arrays that are allocated once and never grow, in huge pages where granted. It is there before the
+// first call, which would else wait for the system to find and clear pages, unless little of it may ever be used.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,7 @@
 
 namespace kvpool::ledger {
 
-void* allocate_zeroed(size_t bytes);
+void* allocate_zeroed(size_t bytes, bool lazy);
 void free_zeroed(void* address, size_t bytes);
 
 // A fixed array of zeroed trivial elements.
@@ -16,7 +17,8 @@ class Array {
  public:
   static_assert(std::is_trivially_copyable_v<T>);
   Array() = default;
-  explicit Array(size_t size) : data_(static_cast<T*>(allocate_zeroed(size * sizeof(T)))), size_(size) {}
+  explicit Array(size_t size, bool lazy = false)
+      : data_(static_cast<T*>(allocate_zeroed(size * sizeof(T), lazy))), size_(size) {}
   Array(Array&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, size_t{0})) {}
   Array& operator=(Array&& other) noexcept {

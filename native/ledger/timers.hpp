@@ -12,10 +12,11 @@ class Timers {
  public:
   static constexpr int kClasses = 256;  // 0 stands for "for ever"
 
-  explicit Timers(int32_t capacity) : capacity_(capacity), entries_(capacity + kClasses) {
+  explicit Timers(int32_t capacity) : capacity_(capacity), entries_(capacity + kClasses, true) {
     for (int c = 0; c < kClasses; ++c) entries_[capacity + c].prev = entries_[capacity + c].next = capacity + c;
   }
 
+  size_t bytes() const { return entries_.bytes(); }
   void arm(int32_t b, int cls, double expiry) {
     entries_[b].expiry = expiry;
     insert_after(b, entries_[capacity_ + cls].prev);

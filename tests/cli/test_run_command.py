@@ -46,6 +46,18 @@ def test_the_shared_system_prompt_of_the_default_run_is_computed_once():
     assert all(a["cached_tokens"] >= 128 for a in answers[1:])
 
 
+def test_what_a_run_records_is_what_replay_reads(tmp_path):
+    trace = tmp_path / "requests.jsonl"
+    done = run("--json", "--max-new-tokens", "2", "--record", str(trace), "--tokens-per-block", "16")
+    answers = json.loads(done.stdout)["answers"]
+    command = [sys.executable, "-m", "kvpool", "replay", str(trace), "--blocks", "1000", "--live", "8", "--json"]
+    replayed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    lines = trace.read_text().splitlines()
+    assert [len(json.loads(line)["token_ids"]) for line in lines] == [a["prompt_tokens"] for a in answers]
+    found = sum(a["cached_tokens"] for a in answers) / sum(a["prompt_tokens"] for a in answers)
+    assert replayed["rows"][0]["hit_rate"] >= found > 0.5
+
+
 def test_an_interrupt_prints_what_was_done_and_leaves_nothing_behind():
     process = subprocess.Popen(
         [*COMMAND, "--max-new-tokens", "400", "--prompt", "Count from one to one hundred in words."],
@@ -78,6 +90,7 @@ def test_an_interrupt_prints_what_was_done_and_leaves_nothing_behind():
         (["--backend", "gpu"], "gpu"),
         (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--codec", "fp8-tensor+rotation", "--scales", "/nowhere"], "fp8-tensor+rotation"),
+        (["--record", "/nowhere/t.jsonl"], "/nowhere"),
         (["--prompt", "x " * 9000], "8192"),
     ],
 )

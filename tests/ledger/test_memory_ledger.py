@@ -284,6 +284,7 @@ def test_an_identity_is_sha_256_over_named_fields(n: int, portable: bool) -> Non
     assert d.ledger.keys(again) == expected[:3]
 
 
-def test_bookkeeping_stays_under_256_bytes_a_block() -> None:
-    ledger = Ledger(make_plan((FULL, 1_000_000), n=16, max_step_tokens=2048, max_sequences=64))
+@pytest.mark.parametrize("policy", ["lru", "count-lru"])
+def test_bookkeeping_stays_under_256_bytes_a_block(policy: str) -> None:
+    ledger = Ledger(make_plan((FULL, 1_000_000), n=16, max_step_tokens=2048, max_sequences=64), policy=policy)
     assert ledger.stats().bookkeeping_bytes / 1_000_000 <= 256

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.errors import SpecError
 from kvpool.measure.optimum import block_chains, infinite_hits, optimum_hits
-from kvpool.measure.replay import Request, load_trace, optimum_rates, replay
+from kvpool.measure.replay import Request, load_trace, optimum_rates, replay, save_trace
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 PUBLISHED = {
@@ -80,6 +80,12 @@ def test_a_trace_is_read_in_both_forms(tmp_path: Path) -> None:
         load_trace(path)
 
 
+def test_a_recording_is_read_back(tmp_path: Path) -> None:
+    save_trace(tmp_path / "t.jsonl", [[5, 6, 7], [2**31 - 1]], [9, 0])
+    read = load_trace(tmp_path / "t.jsonl")
+    assert [(r.tokens.tolist(), r.num_tokens, r.scale) for r in read] == [([5, 6, 7], 3, 1.0), ([2**31 - 1], 1, 1.0)]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the traces are not here")
 @pytest.mark.parametrize("trace", PUBLISHED)
@@ -120,6 +126,8 @@ def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.Captu
     ]  # fmt: skip
     assert found["optimum"]["64"] == found["infinite"] == found["rows"][1]["hit_rate"]
     assert {"hit_rate", "requests_per_s", "blocks_per_s", "p50_us", "p99_us"} <= set(found["rows"][0])
+    assert set(found["rows"][0]["calls_us"]) == {"lookup", "open", "allocate", "commit", "release"}
+    assert all(0 < p50 <= p99 for p50, p99 in found["rows"][0]["calls_us"].values())
     assert (tmp_path / "p.png").stat().st_size > 1000
     with pytest.raises(SystemExit) as done:
         main(["replay", str(path), "--policy", "mru"])

@@ -69,13 +69,16 @@ def show(rows: list[Row], best: dict[int, float], infinite: float, num_requests:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{num_requests} requests; endless cache {infinite:.4f}")
-    for column in ("policy", "blocks", "hit rate", "optimum", "requests/s", "blocks/s", "p50 us", "p99 us"):
+    title = f"{num_requests} requests; endless cache {infinite:.4f}; p50 / p99 of each call in us"
+    calls = ("lookup", "allocate", "release")
+    table = Table(title=title)
+    for column in ("policy", "blocks", "hit rate", "optimum", "requests/s", "blocks/s", *calls):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for r in rows:
+        times = [f"{r.calls_us[c][0]:.1f} / {r.calls_us[c][1]:.1f}" for c in calls]
         table.add_row(
             r.policy, f"{r.blocks:,}", f"{r.hit_rate:.4f}", f"{best[r.blocks]:.4f}", f"{r.requests_per_s:,.0f}",
-            f"{r.blocks_per_s:,.0f}", f"{r.p50_us:.1f}", f"{r.p99_us:.1f}",
+            f"{r.blocks_per_s:,.0f}", *times,
         )  # fmt: skip
     Console().print(table)
 

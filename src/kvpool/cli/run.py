@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.errors import KVError
+from kvpool.measure.replay import save_trace
 from kvpool.plan import Plan, make_plan
 from kvpool.spec import CacheSpec
 
@@ -171,6 +172,7 @@ def run(
     ] = None,
     disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the run")] = None,
     disk_size: Annotated[str | None, typer.Option(help="The most the directory may take")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write the requests' token ids, for kvpool replay")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")] = False,
 ) -> None:
     """Answer a batch of prompts with a model whose cache and attention are kvpool's."""
@@ -183,6 +185,8 @@ def run(
     if scales is not None and (variant.smoothing or variant.rotation):
         raise KVError(f"--scales are those of keys as the model writes them; leave the options of {codec!r} out")
     texts = list(prompt or []) + (read_prompts(prompts) if prompts else [])
+    if record and not record.parent.is_dir():
+        raise KVError(f"--record {record}: there is no directory {record.parent}")
     from kvpool.backends import get_backend
     from kvpool.engine import Engine, Params, Sampling
 
@@ -235,6 +239,8 @@ def run(
     ids = [engine.add(row, Params(max_new_tokens, chosen)) for row, chosen in zip(rows, sampling, strict=True)]
     complete = answer_all(engine, ids, None if as_json else TextStream(ids))
     answers = [engine.answer(request) for request in ids]
+    if record:
+        save_trace(record, rows, [len(answer.token_ids) for answer in answers])
     if not cache.flush():
         say("not everything that was computed could be kept on disk; the log says why")
     report = make_report(engine)

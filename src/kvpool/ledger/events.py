@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvpool.ledger.extras import Media
+
 EventKind = Literal["stored", "removed", "moved", "updated", "cleared"]
 KINDS: tuple[EventKind, ...] = ("stored", "removed", "moved", "updated", "cleared")
 
@@ -26,6 +28,7 @@ class Event:
         priority: 0..100.
         salt: As given to `open`, encoded; empty for none.
         lora_id: As given to `open`, encoded; empty for none.
+        media: Items that the block overlaps, each with its place in the sequence; keys encoded.
         tier: Where: the ledger itself speaks of the device only.
     """
 
@@ -41,4 +44,5 @@ class Event:
     priority: int
     salt: bytes
     lora_id: bytes
+    media: tuple[Media, ...] = ()
     tier: str = "device"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 Extra = str | bytes | int | None
@@ -37,3 +38,18 @@ def encode(value: Extra) -> bytes:
     if type(value) is int:
         return b"i" + str(value).encode("ascii")
     raise TypeError(f"salt, lora_id and media keys are str, bytes or int, got {type(value).__name__}")
+
+
+def media_of(extras: bytes, start: int) -> tuple[Media, ...]:
+    """Return the items that the core's extras of a block name, their keys encoded.
+
+    Args:
+        extras: For each item `M`, where the block begins in it, its tokens, its key's length (int64 LE), its key.
+        start: First token of the block.
+    """
+    items = []
+    while extras:
+        offset, num_tokens, size = struct.unpack_from("<qqq", extras, 1)
+        items.append(Media(start - offset, num_tokens, extras[25 : 25 + size]))
+        extras = extras[25 + size :]
+    return tuple(items)

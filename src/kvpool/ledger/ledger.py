@@ -10,23 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool import _native
-from kvpool.errors import KVError
+from kvpool.ledger.answers import Answers
 from kvpool.ledger.arrays import StepArrays
 from kvpool.ledger.decisions import (
     Admission,
     BlockCopy,
     DraftRows,
     Evicted,
-    GroupStats,
     Onboard,
     Pin,
     Resized,
-    SequenceStats,
     SlotMove,
-    Stats,
     StepDecision,
 )
-from kvpool.ledger.events import KINDS, Event
 from kvpool.ledger.extras import Extra, Media, encode
 from kvpool.ledger.policies import Policy, Released, get_policy
 from kvpool.ledger.retention import Retention, encode_ranges
@@ -45,7 +41,7 @@ def _ids(tokens: Tokens) -> list[int] | tuple[int, ...] | NDArray[Any]:
     return tokens if isinstance(tokens, (list, tuple, np.ndarray)) else list(tokens)
 
 
-class Ledger:
+class Ledger(Answers):
     """Which blocks belong to which sequence, which prefix is shared, and what is evicted.
 
     Works alone (a scheduler process without pools): it decides and returns decisions; who owns the memory carries
@@ -349,81 +345,9 @@ class Ledger:
         reached, moves, stopped_by, evicted = self._core.resize(group, num_blocks, self._results)
         return Resized(reached, tuple((m[1], m[2]) for m in moves), None if stopped_by < 0 else stopped_by, evicted)
 
-    # --- looking --------------------------------------------------------------------------------------------
-
     def expect(self, sequence: int, num_blocks: int) -> None:
         """Say how many leading blocks of a waiting sequence tiers below can fill; its first step asks for them."""
         self._core.expect(sequence, num_blocks)
-
-    def keys(self, sequence: int) -> list[bytes]:
-        """Return the identities of its whole blocks: 16 bytes each, chained, equal in every process."""
-        return self._core.keys(sequence)
-
-    def extras(self, sequence: int) -> list[bytes]:
-        """Return what the identity of each whole block depends on besides tokens; empty bytes for nothing."""
-        return self._core.extras(sequence)
-
-    def matched(self, sequence: int) -> int:
-        """Return how many leading whole blocks a waiting sequence would find in the tree now."""
-        return self._core.matched(sequence)
-
-    def stored(self) -> tuple[Evicted, ...]:
-        """Return every whole block of the tree, parents before children: what tiers below may keep too."""
-        return self._core.stored(self._results)
-
-    def tokens(self, sequence: int) -> list[int]:
-        """Return its token ids; -1 for one not known yet."""
-        tokens: list[int] = self._core.tokens(sequence).tolist()
-        return tokens
-
-    def sequence_stats(self, sequence: int) -> SequenceStats:
-        """Return where its tokens came from."""
-        return SequenceStats(*self._core.sequence(sequence))
-
-    def num_tokens(self, sequence: int) -> int:
-        """Return how many tokens it has, computed or not."""
-        return self._core.num_tokens(sequence)
-
-    def num_cached_tokens(self, sequence: int) -> int:
-        """Return how many of its tokens were found in the tree at admission."""
-        return self._core.num_cached(sequence)
-
-    def num_computed_tokens(self, sequence: int) -> int:
-        """Return how many of its tokens are held, cached ones included."""
-        return self._core.num_computed(sequence)
-
-    def table(self, sequence: int, group: int = 0) -> tuple[list[int], int]:
-        """Return (block table, computed tokens) of a sequence; -1 = not held."""
-        return self._core.block_table(sequence, group).tolist(), self.num_computed_tokens(sequence)
-
-    def state(self, sequence: int, group: int) -> int | None:
-        """Return the slot of a state group that holds the sequence's state, or None before its first step."""
-        slot = self._core.state(sequence, group)
-        return None if slot < 0 else slot
-
-    def events(self) -> list[Event]:
-        """Take the events since the last call, oldest first."""
-        return [
-            Event(number, KINDS[kind], group, block, None if to < 0 else to, key, parent, start,
-                  tokens, priority, salt, lora)
-            for number, kind, group, block, to, key, parent, start, tokens, priority, salt, lora in self._core.events()
-        ]  # fmt: skip
-
-    def stats(self) -> Stats:
-        """Return the counters and where the blocks are."""
-        found = self._core.stats()
-        groups = tuple(GroupStats(*row) for row in found.pop("groups"))
-        return Stats(**found, groups=groups)
-
-    def check(self) -> None:
-        """Verify every invariant.
-
-        Raises:
-            KVError: Naming what does not hold.
-        """
-        wrong = self._core.check()
-        if wrong:
-            raise KVError("the ledger is inconsistent: " + "; ".join(wrong))
 
 
 def _given(drafts: Mapping[int, Drafts]) -> list[tuple[int, object, list[int]]]:

@@ -25,6 +25,7 @@ from kvpool.measure.optimum import block_chains, infinite_hits, optimum_hits
 
 #: Tokens that one entry of `hash_ids` stands for in Mooncake's traces.
 MOONCAKE_TOKENS = 512
+CALLS = ("lookup", "open", "allocate", "commit", "release")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ class Row:
         requests_per_s: Over the processor time of a run without clocks, the loop's own included; building ids is
             outside.
         blocks_per_s: Blocks found or computed, over the same time.
-        p50_us: Of all calls of one request together.
-        calls_us: By call: median and 99th percentile.
+        p50_us: Of all calls of one request together, the lookup left out: it is made once more, on its own.
+        calls_us: By call, median and 99th percentile: `lookup` (peek), `open`, `allocate` (begin_step, which matches
+            again, evicts and fills the tensors), `commit` (end_step), `release`.
         evicted: Blocks evicted.
     """
 
@@ -122,6 +124,13 @@ def _request(entry: dict[str, object], tokens_per_id: int) -> Request:
     return Request(np.ascontiguousarray(tokens[:kept]), length, MOONCAKE_TOKENS / tokens_per_id)
 
 
+def save_trace(path: Path, prompts: Sequence[Sequence[int]], output_lengths: Sequence[int]) -> None:
+    """Write requests in order of arrival as `load_trace` reads them: `{"token_ids", "output_length"}` a line."""
+    rows = zip(prompts, output_lengths, strict=True)
+    lines = [json.dumps({"token_ids": list(ids), "output_length": length}) + "\n" for ids, length in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def make_capacity(requests: Sequence[Request], num_blocks: int, tokens_per_block: int, window: int | None) -> Capacity:
     """Return what a ledger needs for these requests: one full group, and a window group of the same size if asked."""
     longest = max(len(r.tokens) for r in requests) + 1
@@ -175,8 +184,7 @@ def replay(
     total = sum(requests[i].num_tokens for i in done)
     found = sum(hit[i] * requests[i].scale for i in done)
     blocks = sum(-(-len(prompts[i]) // tokens_per_block) for i in done)
-    each = times.sum(1)[done] / 1e3
-    names = ("open", "begin", "end", "release")
+    each = times[done, 1:].sum(1) / 1e3
     return Row(
         policy if isinstance(policy, str) else type(policy).__name__,
         num_blocks,
@@ -186,8 +194,8 @@ def replay(
         float(np.percentile(each, 50)),
         float(np.percentile(each, 99)),
         {
-            name: (float(np.percentile(times[:, i], 50)) / 1e3, float(np.percentile(times[:, i], 99)) / 1e3)
-            for i, name in enumerate(names)
+            name: (float(np.percentile(times[done, i], 50)) / 1e3, float(np.percentile(times[done, i], 99)) / 1e3)
+            for i, name in enumerate(CALLS)
         },
         ledger.stats().evicted_blocks,
     )
@@ -205,8 +213,8 @@ def _run(
     live: int,
     keep: bool,
 ) -> tuple[NDArray[np.int64], list[int], set[int]]:
-    """Return nanoseconds `[requests, 4]` of each call, tokens found, which never fitted."""
-    times = np.zeros((len(prompts), 4), np.int64)
+    """Return nanoseconds `[requests, calls]`, tokens found, which never fitted."""
+    times = np.zeros((len(prompts), len(CALLS)), np.int64)
     hit = [0] * len(prompts)
     rejected: set[int] = set()
     running: deque[tuple[int, int]] = deque()  # (sequence, request)
@@ -216,7 +224,7 @@ def _run(
         sequence, request = running.popleft()
         start = clock()
         ledger.release(sequence, keep)
-        times[request, 3] = clock() - start
+        times[request, 4] = clock() - start
 
     gc.collect()
     gc.disable()
@@ -224,6 +232,8 @@ def _run(
         for i, prompt in enumerate(prompts):
             if len(running) >= live:
                 drop_oldest()
+            asked = clock()
+            ledger.peek(prompt)
             start = clock()
             try:
                 sequence = ledger.open(prompt)
@@ -243,7 +253,7 @@ def _run(
             begun = clock()
             ledger.end_step(decision)
             ended = clock()
-            times[i, :3] = opened - start, begun - before, ended - begun
+            times[i, :4] = start - asked, opened - start, begun - before, ended - begun
             found = decision.admitted[0]
             hit[i] = found.num_cached_tokens - (0 if keep else found.num_partial_tokens)
             running.append((sequence, i))

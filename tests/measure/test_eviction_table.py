@@ -1,0 +1,35 @@
+"""The hit rates in docs/eviction.md are those of the committed replays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def table(name: str) -> dict[tuple[str, int], float]:
+    """Read the table whose first column is headed `name`: rate by (policy or optimum, blocks)."""
+    lines = (ROOT / "docs" / "eviction.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {name} |"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start : lines.index("", start)]]
+    capacities = [int(cell.replace(",", "")) for cell in rows[0][1:]]
+    return {
+        (row[0].strip("`").split(" ")[0], blocks): float(cell)
+        for row in rows[2:]
+        for blocks, cell in zip(capacities, row[1:], strict=True)
+    }
+
+
+@pytest.mark.parametrize("trace", ["conversation", "synthetic"])
+def test_the_table_of_a_trace_is_what_was_replayed(trace: str) -> None:
+    replayed = json.loads((ROOT / "benchmarks" / "results" / f"eviction-{trace}.json").read_text())
+    rates = {(r["policy"], r["blocks"]): r["hit_rate"] for r in replayed["rows"]}
+    rates |= {("optimum", int(blocks)): rate for blocks, rate in replayed["optimum"].items()}
+    shown = table(trace)
+    assert len(shown) >= 18
+    assert shown == {key: round(rates[key], 4) for key in shown}
+    text = (ROOT / "docs" / "eviction.md").read_text()
+    assert f"{replayed['infinite']:.4f}".lstrip("0") in text
