@@ -370,6 +370,13 @@ void bind_kernels(nb::module_& m) {
       nb::arg("workers"), nb::arg("base"), nb::arg("offsets"), nb::arg("count"), nb::arg("num_bytes"),
       "Read pieces of memory in the given order; returns a checksum.");
   m.def(
+      "dot_probe",
+      [](PyWorkers& w) {
+        nb::gil_scoped_release release;
+        return dot_probe(w.workers);
+      },
+      nb::arg("workers"), "Multiply bf16 pairs in registers; returns the operations done, 0 where the CPU cannot.");
+  m.def(
       "copy_probe",
       [](PyWorkers& w, uintptr_t dst, uintptr_t src, int64_t num_bytes) {
         nb::gil_scoped_release release;

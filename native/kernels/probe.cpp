@@ -32,6 +32,19 @@ uint64_t read_avx512(const uint8_t* p, int64_t bytes) {
       : "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3");
   return out[0] ^ out[1] ^ out[2] ^ out[3] ^ out[4] ^ out[5] ^ out[6] ^ out[7];
 }
+
+// Twelve sums by vdpbf16ps, `turns` times; registers only. 64 operations an instruction.
+#define KVPOOL_DOT(k) "vdpbf16ps %%zmm15, %%zmm14, %%zmm" #k "\n"
+void dot_avx512(int64_t turns) {
+  asm volatile("vpxorq %%zmm15, %%zmm15, %%zmm15\n vpxorq %%zmm14, %%zmm14, %%zmm14\n 1:\n" KVPOOL_DOT(0) KVPOOL_DOT(1)
+                   KVPOOL_DOT(2) KVPOOL_DOT(3) KVPOOL_DOT(4) KVPOOL_DOT(5) KVPOOL_DOT(6) KVPOOL_DOT(7) KVPOOL_DOT(8)
+                       KVPOOL_DOT(9) KVPOOL_DOT(10) KVPOOL_DOT(11) "dec %0\n jnz 1b\n vzeroupper\n"
+               : "+r"(turns)
+               :
+               : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11",
+                 "xmm14", "xmm15");
+}
+#undef KVPOOL_DOT
 #endif
 
 uint64_t read_plain(const uint8_t* p, int64_t bytes) {
@@ -65,6 +78,18 @@ uint64_t read_probe(Workers& workers, const uint8_t* base, const int64_t* offset
   });
   static_cast<void>(wide);
   return total.load();
+}
+
+double dot_probe(Workers& workers) {
+#if defined(__x86_64__)
+  if (best_isa() < Isa::avx512) return 0;
+  constexpr int64_t kTurns = 20'000, kShares = 8;  // about a millisecond a thread
+  workers.each(kShares * workers.num_threads(), [](int64_t, Scratch&) { dot_avx512(kTurns / kShares); });
+  return double{kTurns} * 12 * 64 * workers.num_threads();
+#else
+  static_cast<void>(workers);
+  return 0;
+#endif
 }
 
 void copy_probe(Workers& workers, uint8_t* dst, const uint8_t* src, int64_t bytes) {

@@ -29,7 +29,7 @@ def check(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str, devi
         raise LayoutError(f"{name} must be {meaning} = {list(shape)}, got {list(x.shape)}")
     if x.dtype not in _FLOATS:
         raise LayoutError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}; convert it first")
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
+    if x.stride()[-1] != 1 and x.shape[-1] != 1:
         raise LayoutError(f"{name} must be contiguous on its last axis, got strides {x.stride()}; call .contiguous()")
 
 
@@ -100,15 +100,17 @@ def attend(
         LayoutError: A tensor does not fit.
     """
     open_step(step, "attend")
-    if q.dim() != 3 or q.shape[1] % v.num_heads:
-        raise LayoutError(f"q must be [T, Q, D] with Q a multiple of {v.num_heads} KV heads, got {list(q.shape)}")
-    t, num_q, dim = step.total_tokens, q.shape[1], k[0].vector.dim if len(k) == 1 else sum(p.vector.dim for p in k)
+    shape = q.shape  # each access makes a tuple
+    if len(shape) != 3 or shape[1] % v.num_heads:
+        raise LayoutError(f"q must be [T, Q, D] with Q a multiple of {v.num_heads} KV heads, got {list(shape)}")
+    t, num_q, dim = step.total_tokens, shape[1], k[0].vector.dim if len(k) == 1 else sum(p.vector.dim for p in k)
     check("q", q, (t, num_q, dim), "[T, Q, D]", step.device)
     if out is None:
         out = torch.empty((t, num_q, v_dim), dtype=q.dtype, device=q.device)
     else:
         check("out", out, (t, num_q, v_dim), "[T, Q, Dv]", step.device)
-        if (t > 1 and not out.stride(0)) or (num_q > 1 and not out.stride(1)):
+        per_row, per_head, _ = out.stride()
+        if (t > 1 and not per_row) or (num_q > 1 and not per_head):
             raise LayoutError(f"out must have a place for every row and head, got strides {out.stride()}; allocate it")
     if not math.isfinite(options.scale) or not 0 <= options.softcap < math.inf:
         raise LayoutError(f"scale must be finite and softcap positive, got {options.scale} and {options.softcap}")

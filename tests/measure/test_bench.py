@@ -7,7 +7,9 @@ import json
 import pytest
 
 from kvpool import cli
+from kvpool.errors import PlanError
 from kvpool.measure import bench
+from kvpool.measure.shapes import MODELS, of_model
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,41 @@ def test_latents_are_read_in_every_format() -> None:
     bench.compare(rows, "bf16")
     assert rows[0]["vs_bf16"] == 1
     assert rows[1]["vs_bf16"] > 0
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_shapes_of_real_models_are_measured(model: str) -> None:
+    case = "mla" if MODELS[model].v_dim else "decode"
+    row = bench.measure(of_model(shape(case, context=300), model), 0.0)
+    assert row["model"] == model
+    assert row["round_bytes"] >= 8 << 20
+    assert row["gb_s"] > 0
+    with pytest.raises(PlanError, match="does not measure"):
+        of_model(shape("decode" if case == "mla" else "mla"), model)
+
+
+def test_a_window_reads_only_the_blocks_it_sees() -> None:
+    seen = shape("decode", context=300, rows=1, window=64)
+    assert seen.blocks_seen == 3  # tokens 236..299 lie in blocks 7, 8 and 9 of 32
+    assert seen.pairs == 8 * 64
+    assert shape("prefill", context=100, rows=4).pairs == 8 * (97 + 98 + 99 + 100)
+    assert shape("prefill", context=100, rows=4, window=98).pairs == 8 * (97 + 98 + 98 + 98)
+
+
+def test_a_row_that_reads_too_little_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(*_: object) -> dict[str, object]:
+        return {"round_bytes": 1}
+
+    monkeypatch.setattr(bench, "_attention_row", small)
+    with pytest.raises(PlanError, match="a round reads 1 bytes only"):
+        bench.measure(shape("decode"), 0.0)
+
+
+def test_peers_are_measured_once_a_repetition() -> None:
+    calls = []
+    row = bench.measure(shape("decode"), 0.0, {"other": lambda: calls.append(1) or 1.0})  # type: ignore[func-returns-value]
+    assert len(calls) >= 5
+    assert row["vs_peer"]["other"] == pytest.approx(1e6 / row["best_us"])
 
 
 def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:

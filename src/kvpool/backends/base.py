@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,9 +13,8 @@ from kvpool.pools import Part, Pools
 from kvpool.step import Step, StepBuffers
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """The options of one attention call.
+class Attention(NamedTuple):
+    """The options of one attention call; a tuple, which is made in a third of a frozen dataclass's time.
 
     Attributes:
         scale: Factor on `q . k`.

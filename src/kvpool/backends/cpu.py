@@ -142,10 +142,11 @@ class CpuBackend:
         view = self._views[step.buffers][parts[0].group]
         if len(parts) == 2 and tensors[0].dtype == tensors[1].dtype:
             k, v = tensors
+            (k_row, k_head, _), (v_row, v_head, _) = k.stride(), v.stride()
             _native.write_kv(
                 self._workers, view,
-                self._store(parts[0]), k.data_ptr(), k.stride(0), k.stride(1),
-                self._store(parts[1]), v.data_ptr(), v.stride(0), v.stride(1),
+                self._store(parts[0]), k.data_ptr(), k_row, k_head,
+                self._store(parts[1]), v.data_ptr(), v_row, v_head,
                 _DTYPES[k.dtype],
             )  # fmt: skip
             return
@@ -171,11 +172,12 @@ class CpuBackend:
             call = _native.Attention([self._store(part) for part in k], self._store(v), v_dim, heads)
             self._attentions[k[0], v_dim, heads] = call
         sinks, indices, tree = options.sinks, options.indices, options.tree
+        (q_row, q_head, _), (out_row, out_head, _) = q.stride(), out.stride()
         sinks = None if sinks is None else sinks.float().contiguous()
         call(
             self._workers, self._views[step.buffers][v.group],
-            q.data_ptr(), _DTYPES[q.dtype], q.stride(0), q.stride(1),
-            out.data_ptr(), _DTYPES[out.dtype], out.stride(0), out.stride(1),
+            q.data_ptr(), _DTYPES[q.dtype], q_row, q_head,
+            out.data_ptr(), _DTYPES[out.dtype], out_row, out_head,
             options.scale, options.softcap,
             0 if sinks is None else sinks.data_ptr(),
             0 if lse is None else lse.data_ptr(),

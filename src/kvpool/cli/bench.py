@@ -41,49 +41,57 @@ def bench(
     context: Annotated[int, typer.Option(help="Tokens of a sequence")] = 8192,
     batch: Annotated[int, typer.Option(help="Sequences")] = 1,
     heads: Annotated[str, typer.Option(help="Query heads, KV heads, head size; mla: heads, rank, rope")] = "",
+    model: Annotated[str, typer.Option(help="Sizes of real models, comma-separated; instead of --heads")] = "",
     rows: Annotated[int, typer.Option(help="prefill: query rows; write: tokens of a call")] = 0,
     threads: Annotated[int, typer.Option(help="Threads")] = 1,
     seconds: Annotated[float, typer.Option(help="Time for each row")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")] = False,
 ) -> None:
     """Measure a case over formats, layouts and block sizes; every row beside the probes of the same seconds."""
+    import os
+
     import torch
     from rich.console import Console
     from rich.table import Table
 
     from kvpool.backends.cpu import ISAS, choose_isa
-    from kvpool.measure.bench import Shape, compare, measure
+    from kvpool.measure.bench import compare, measure
+    from kvpool.measure.shapes import Shape, of_model
 
     torch.set_num_threads(threads)
     default = "16,512,64" if case == "mla" else "32,8,128"
     first, second, third = (options.integer(part, "--heads") for part in options.split(heads or default, "--heads"))
     if case == "mla":
-        sizes = {"q_heads": first, "kv_heads": 1, "head_dim": second + third, "v_dim": second}
+        sizes: dict[str, Any] = {"q_heads": first, "kv_heads": 1, "head_dim": second + third, "v_dim": second}
     else:
         sizes = {"q_heads": first, "kv_heads": second, "head_dim": third}
     many = rows or {"prefill": 512, "write": 2048}.get(case, 1)
-    found = [
-        measure(Shape(case, name, order, n, context, batch, threads=threads, rows=many, **sizes), seconds)
+    models = options.split(model, "--model") if model else [""]
+    plain = [
+        Shape(case, name, order, n, context, batch, threads=threads, rows=many, **sizes)
         for name in options.split(codec, "--codec")
         for order in options.split(layout, "--layout")
         for n in (options.integer(part, "--tokens-per-block") for part in options.split(tokens_per_block, "..."))
     ]
+    found = [measure(of_model(shape, name) if name else shape, seconds) for name in models for shape in plain]
     compare(found, "bf16")
     probe = {
         "read_gb_s": max((row["read_gb_s"] for row in found if "read_gb_s" in row), default=None),
+        "dot_gflop_s": max((row["dot_gflop_s"] for row in found if "dot_gflop_s" in row), default=None),
         "copy_gb_s": max((row["copy_gb_s"] for row in found if "copy_gb_s" in row), default=None),
     }
-    machine = _machine(ISAS[choose_isa(None)])
+    machine = _machine(ISAS[choose_isa(os.environ.get("KVPOOL_CPU"))])
     if as_json:
         print(json.dumps(_clean({"machine": machine, "probe": probe, "rows": found})))
         return
     columns = {
-        "codec": "codec", "layout": "layout", "tokens_per_block": "N", "path": "path", "gb_s": "GB/s",
-        "ratio_read": "/read", "ratio_paged_read": "/paged", "ratio_copy": "/copy", "tokens_per_s": "token/s",
+        "model": "model", "codec": "codec", "layout": "layout", "tokens_per_block": "N", "path": "path", "gb_s": "GB/s",
+        "ratio_read": "/read", "ratio_paged_read": "/paged", "gflop_s": "GFLOP/s", "ratio_dot": "/dot",
+        "ratio_copy": "/copy", "tokens_per_s": "token/s",
         "vs_bf16": "x bf16", "p50_us": "p50 us", "spread": "spread",
     }  # fmt: skip
     table = Table(title=f"{case}: {machine['cpu']}, {threads} threads, load {machine['load']:.1f}")
-    present = [name for name in columns if any(name in row for row in found)]
+    present = [name for name in columns if any(row.get(name, "") != "" for row in found)]
     for name in present:
         table.add_column(columns[name], justify="right", no_wrap=True)
     table.add_column("x sdpa", justify="right", no_wrap=True)

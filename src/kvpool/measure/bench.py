@@ -8,9 +8,10 @@ order of the block table, and one of the peer; best, median and spread are over 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,47 +20,15 @@ import torch
 from kvpool import _native
 from kvpool.backends.cpu import ISAS, choose_isa, make_store
 from kvpool.errors import PlanError
-from kvpool.kinds import KVKind, LatentKind, LayerSpec
+from kvpool.measure.shapes import CASES, Shape
 from kvpool.plan import make_plan
 from kvpool.pools import Pools
-from kvpool.spec import CacheSpec
 
-#: A smaller pool would be read from the last-level cache of a server.
+#: What a round through the pool reads at least: less would be read from the last-level cache of a server.
 SMALLEST_POOL_BYTES = 1 << 30
-CASES = ("decode", "prefill", "write", "mla", "copy")
 BF16 = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What one row measures.
-
-    Attributes:
-        case: One of `CASES`.
-        rows: Query rows of a sequence (prefill), or tokens of one write.
-        v_dim: Size of a value; of the latent's first part for `mla`.
-    """
-
-    case: str
-    codec: str
-    layout: str
-    tokens_per_block: int
-    context: int
-    batch: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    threads: int
-    rows: int = 1
-    v_dim: int = 0
-
-    def spec(self) -> CacheSpec:
-        """One layer of this shape."""
-        if self.case == "mla":
-            kind: KVKind | LatentKind = LatentKind(self.v_dim, self.head_dim - self.v_dim)
-        else:
-            kind = KVKind(self.kv_heads, self.head_dim)
-        return CacheSpec((LayerSpec((kind,)),), num_q_heads=self.q_heads, max_seq_len=1 << 20)
+#: One call of a peer: returns its seconds, measured where it ran.
+Peer = Callable[[], float]
 
 
 @dataclass(slots=True)
@@ -72,7 +41,11 @@ class Times:
         """Time one call."""
         start = time.perf_counter()
         call()
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        self.record(name, time.perf_counter() - start)
+
+    def record(self, name: str, seconds: float) -> None:
+        """Take what was timed elsewhere."""
+        self.seconds.setdefault(name, []).append(seconds)
 
     def best(self, name: str) -> float:
         """Shortest."""
@@ -89,7 +62,7 @@ class Times:
 class Arena:
     """A pool of one layer, filled, with block tables that walk through it.
 
-    Invariants: at least `SMALLEST_POOL_BYTES` are committed and touched; `tables` visit every block once a round.
+    Invariants: a round through `tables` visits at least `SMALLEST_POOL_BYTES`, every block once; all are touched.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -99,8 +72,9 @@ class Arena:
         )
         per_block = one.groups[0].bytes_per_block
         self.blocks_each = -(-(shape.context) // shape.tokens_per_block)
-        needed = self.blocks_each * shape.batch
-        self.num_blocks = max(-(-SMALLEST_POOL_BYTES // per_block), needed)
+        needed = shape.blocks_seen * shape.batch  # nothing is held outside a window
+        rounds = -(-SMALLEST_POOL_BYTES // (per_block * needed))
+        self.num_blocks = rounds * needed
         plan = make_plan(
             shape.spec(),
             num_blocks=self.num_blocks,
@@ -111,7 +85,7 @@ class Arena:
         self.pools = Pools(plan, touch=True)
         self.slab = self.pools.slabs[0]
         self.block_bytes = per_block
-        self.workers = _native.Workers(shape.threads, choose_isa(None))
+        self.workers = _native.Workers(shape.threads, choose_isa(os.environ.get("KVPOOL_CPU")))
         names = ("latent",) if shape.case == "mla" else ("k", "v")
         parts = [self.pools.part(0, name) for name in names]
         for part, scale in zip(parts, (0.013, 0.021), strict=False):
@@ -120,8 +94,7 @@ class Arena:
         self.stores = [make_store(part) for part in parts]
         self._fill(parts[0].num_heads, parts[0].vector.dim)
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1)).int()
-        rounds = self.num_blocks // needed
-        self.tables = order[: rounds * needed].view(rounds, shape.batch, self.blocks_each)
+        self.tables = order.view(rounds, shape.batch, shape.blocks_seen)
         self.turn = 0
 
     def _fill(self, heads: int, dim: int) -> None:
@@ -142,20 +115,23 @@ class Arena:
         )
 
     def next_table(self) -> torch.Tensor:
-        """Return block ids `[batch, blocks]` of the next part of the pool."""
+        """Return block ids `[batch, blocks]` of the next part of the pool; -1 outside a window."""
         self.turn += 1
-        return self.tables[self.turn % len(self.tables)]
+        seen = self.tables[self.turn % len(self.tables)]
+        unseen = torch.full((len(seen), self.blocks_each - seen.shape[1]), -1, dtype=torch.int32)
+        return torch.cat([unseen, seen], 1)
 
     def probe_in_order(self) -> tuple[Callable[[], object], int]:
         """Return a read of as many bytes as a table names, one block after another, and their number."""
-        count = self.tables.shape[1] * self.blocks_each
+        count = self.tables.shape[1] * self.shape.blocks_seen
         begin = self.turn * 7919 % max(self.num_blocks - count, 1)
         offsets = torch.arange(begin, begin + count) * self.block_bytes
         return self._probe(offsets)
 
     def probe_paged(self, table: torch.Tensor) -> tuple[Callable[[], object], int]:
         """Return a read of the blocks of a table in its order, and their bytes."""
-        return self._probe(table.flatten().long() * self.block_bytes)
+        seen = table[:, self.blocks_each - self.shape.blocks_seen :]
+        return self._probe(seen.flatten().long() * self.block_bytes)
 
     def _probe(self, offsets: torch.Tensor) -> tuple[Callable[[], object], int]:
         offsets = offsets.contiguous()
@@ -181,12 +157,13 @@ class View:
             self.slots.data_ptr(),
             batch,
             batch * rows,
+            arena.shape.window,
         )
         heads = 1 if arena.shape.case == "mla" else arena.shape.kv_heads
         self.native.plan(batch, batch * rows, arena.shape.threads, heads)
 
 
-def _attention_row(shape: Shape, seconds: float) -> dict[str, Any]:
+def _attention_row(shape: Shape, seconds: float, peers: Mapping[str, Peer]) -> dict[str, Any]:
     """Measure decode, MLA decode or prefill."""
     arena = Arena(shape)
     view = View(arena, shape.batch, shape.rows)
@@ -196,53 +173,63 @@ def _attention_row(shape: Shape, seconds: float) -> dict[str, Any]:
     out = torch.empty(total, shape.q_heads, v_dim, dtype=torch.bfloat16)
     attention = _native.Attention([arena.stores[0]], arena.stores[-1], v_dim, shape.q_heads)
     scale = shape.head_dim**-0.5
+    sinks = torch.randn(shape.q_heads) if shape.sinks else None
+    address = 0 if sinks is None else sinks.data_ptr()
 
     def kernel() -> None:
         attention(
             arena.workers, view.native, q.data_ptr(), BF16, q.stride(0), q.stride(1),
-            out.data_ptr(), BF16, out.stride(0), out.stride(1), scale, 0.0, 0, 0, 0, 0, 0, 0,
+            out.data_ptr(), BF16, out.stride(0), out.stride(1), scale, 0.0, address, 0, 0, 0, 0, 0,
         )  # fmt: skip
 
-    peer = _sdpa(shape, arena)
+    sdpa = _sdpa(shape)
     times = Times()
     stop = time.monotonic() + seconds
-    paged_bytes = ordered_bytes = 0
+    paged_bytes = ordered_bytes = operations = 0.0
     while time.monotonic() < stop or len(times.seconds.get("kernel", ())) < 5:
-        table = arena.next_table()
-        view.table.copy_(table)
+        view.table.copy_(arena.next_table())
         times.add("kernel", kernel)
         probe, ordered_bytes = arena.probe_in_order()
         times.add("read", probe)
         probe, paged_bytes = arena.probe_paged(arena.next_table())
         times.add("paged", probe)
-        if peer is not None:
-            times.add("sdpa", peer)
+        start = time.perf_counter()
+        operations = _native.dot_probe(arena.workers)
+        times.record("dot", time.perf_counter() - start)
+        if sdpa is not None:
+            times.add("torch_sdpa", sdpa)
+        for name, peer in peers.items():
+            times.record(name, peer())
     best = times.best("kernel")
     # Blocks are read whole; alignment inside a block is not counted.
-    payload = arena.pools.plan.groups[0].payload_bytes_per_block * arena.blocks_each * shape.batch
+    payload = arena.pools.plan.groups[0].payload_bytes_per_block * shape.blocks_seen * shape.batch
     gb_s, read = payload / best / 1e9, ordered_bytes / times.best("read") / 1e9
-    paged = paged_bytes / times.best("paged") / 1e9
-    pairs = shape.batch * shape.rows * shape.q_heads * (shape.context - (shape.rows - 1) / 2)
+    paged, dot = paged_bytes / times.best("paged") / 1e9, operations / times.best("dot") / 1e9
+    gflop_s = 2 * shape.pairs * (shape.head_dim + v_dim) / best / 1e9
     return {
         "gb_s": gb_s,
         "ratio_read": gb_s / read,
         "ratio_paged_read": gb_s / paged,
         "read_gb_s": read,
+        "paged_gb_s": paged,
         "tokens_per_s": total / best,
-        "gflop_s": 2 * pairs * (shape.head_dim + v_dim) / best / 1e9,
+        "gflop_s": gflop_s,
+        "ratio_dot": gflop_s / dot if dot else math.nan,
+        "dot_gflop_s": dot,
         "path": attention.path(arena.workers, BF16),
-        "pool_bytes": arena.slab.committed_bytes,
-        "vs_peer": {"torch_sdpa": times.best("sdpa") / best} if peer is not None else {},
+        "round_bytes": arena.tables.numel() * arena.block_bytes,
+        "vs_peer": {name: times.best(name) / best for name in ("torch_sdpa", *peers) if name in times.seconds},
+        "best_us": best * 1e6,
         **times.row("kernel"),
     }
 
 
-def _sdpa(shape: Shape, arena: Arena) -> Callable[[], object] | None:
+def _sdpa(shape: Shape) -> Callable[[], object] | None:
     """Return torch's attention on contiguous bf16 keys and values of the same shape, rotating as the pool does."""
-    if shape.case == "mla":
+    if shape.case == "mla" or shape.sinks or shape.window:
         return None
     size = shape.batch * shape.kv_heads * shape.context * shape.head_dim
-    rounds = max(1, SMALLEST_POOL_BYTES // (4 * size))
+    rounds = max(1, -(-SMALLEST_POOL_BYTES // (4 * size)))
     k, v = (
         torch.randn(2, 1, shape.batch, shape.kv_heads, shape.context, shape.head_dim)
         .bfloat16()
@@ -260,7 +247,7 @@ def _sdpa(shape: Shape, arena: Arena) -> Callable[[], object] | None:
     return call
 
 
-def _write_row(shape: Shape, seconds: float) -> dict[str, Any]:
+def _write_row(shape: Shape, seconds: float, peers: Mapping[str, Peer]) -> dict[str, Any]:
     """Measure append: bf16 keys and values of `rows` tokens into blocks of the table."""
     arena = Arena(shape)
     tokens = shape.rows
@@ -295,6 +282,8 @@ def _write_row(shape: Shape, seconds: float) -> dict[str, Any]:
             "copy",
             lambda a=a, b=b, n=size: _native.copy_probe(arena.workers, b.data_ptr(), a.data_ptr(), n),  # type: ignore[misc]
         )
+        for name, peer in peers.items():
+            times.record(name, peer())
     size = x[0].numel() * x.element_size()
     best = times.best("kernel")
     return {
@@ -303,13 +292,14 @@ def _write_row(shape: Shape, seconds: float) -> dict[str, Any]:
         "copy_gb_s": size / times.best("copy") / 1e9,
         "tokens_per_s": tokens / best,
         "path": ISAS[arena.workers.isa],
-        "pool_bytes": arena.slab.committed_bytes,
-        "vs_peer": {},
+        "round_bytes": arena.slab.committed_bytes,
+        "vs_peer": {name: times.best(name) / best for name in peers},
+        "best_us": best * 1e6,
         **times.row("kernel"),
     }
 
 
-def _copy_row(shape: Shape, seconds: float) -> dict[str, Any]:
+def _copy_row(shape: Shape, seconds: float, peers: Mapping[str, Peer]) -> dict[str, Any]:
     """Measure copies of whole blocks between random ids."""
     arena = Arena(shape)
     count = max(1, min((32 << 20) // arena.block_bytes, arena.num_blocks // 8))
@@ -334,6 +324,8 @@ def _copy_row(shape: Shape, seconds: float) -> dict[str, Any]:
             "copy",
             lambda a=a: _native.copy_probe(arena.workers, a + arena.num_blocks * row // 2, a, size),  # type: ignore[misc]
         )
+        for name, peer in peers.items():
+            times.record(name, peer())
     best = times.best("kernel")
     return {
         "gb_s": size / best / 1e9,
@@ -341,25 +333,33 @@ def _copy_row(shape: Shape, seconds: float) -> dict[str, Any]:
         "copy_gb_s": size / times.best("copy") / 1e9,
         "tokens_per_s": count * shape.tokens_per_block / best,
         "path": "copy",
-        "pool_bytes": arena.slab.committed_bytes,
-        "vs_peer": {},
+        "round_bytes": arena.slab.committed_bytes,
+        "vs_peer": {name: times.best(name) / best for name in peers},
+        "best_us": best * 1e6,
         **times.row("kernel"),
     }
 
 
-def measure(shape: Shape, seconds: float) -> dict[str, Any]:
+def measure(shape: Shape, seconds: float, peers: Mapping[str, Peer] | None = None) -> dict[str, Any]:
     """Return one row of the bench.
 
+    Args:
+        shape: What is measured.
+        seconds: Time for it.
+        peers: Others that do the same work; each is called once a repetition.
+
     Raises:
-        PlanError: The case is unknown, or the heads do not fit.
+        PlanError: The case is unknown, the heads do not fit, or a round would read less than `SMALLEST_POOL_BYTES`.
     """
     if shape.case not in CASES:
         raise PlanError(f"unknown bench {shape.case!r}; known: {', '.join(CASES)}")
     if shape.q_heads % shape.kv_heads:
         raise PlanError(f"{shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads")
     kinds = {"write": _write_row, "copy": _copy_row}
-    row = kinds.get(shape.case, _attention_row)(shape, seconds)
-    named = ("case", "codec", "layout", "tokens_per_block", "context", "batch", "threads")
+    row = kinds.get(shape.case, _attention_row)(shape, seconds, peers or {})
+    if row["round_bytes"] < SMALLEST_POOL_BYTES:
+        raise PlanError(f"a round reads {row['round_bytes']:,} bytes only; at least {SMALLEST_POOL_BYTES:,} are needed")
+    named = ("case", "model", "codec", "layout", "tokens_per_block", "context", "batch", "rows", "q_heads", "threads")
     return {name: getattr(shape, name) for name in named} | {"vs_bf16": math.nan} | row
 
 
@@ -367,6 +367,6 @@ def compare(rows: Sequence[dict[str, Any]], baseline: str) -> None:
     """Fill `vs_bf16` of every row: its tokens per second against the baseline's in the same layout and block size."""
     for row in rows:
         for other in rows:
-            same = all(row[name] == other[name] for name in ("case", "layout", "tokens_per_block", "threads"))
+            same = all(row[name] == other[name] for name in ("case", "model", "layout", "tokens_per_block", "threads"))
             if same and other["codec"] == baseline:
                 row["vs_bf16"] = row["tokens_per_s"] / other["tokens_per_s"]
