@@ -99,7 +99,16 @@ class PagedCache(StepCache):
         self.rows.uncached = 0
 
     def activate_past_recording(self) -> None:
-        """Called when assisted decoding begins."""
+        """Called when assisted decoding begins.
+
+        Raises:
+            UnsupportedError: The model keeps recurrent states, of which drafts cannot be taken back.
+        """
+        if self._states:
+            raise UnsupportedError(
+                f"the recurrent states of {type(self.model).__name__} cannot be rolled back by a few tokens: call"
+                " generate without prompt_lookup_num_tokens and without an assistant_model"
+            )
         self.rows.uncached = DRAFT_ROWS
 
     def prepare(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
