@@ -33,3 +33,17 @@ def test_the_table_of_a_trace_is_what_was_replayed(trace: str) -> None:
     assert shown == {key: round(rates[key], 4) for key in shown}
     text = (ROOT / "docs" / "eviction.md").read_text()
     assert f"{replayed['infinite']:.4f}".lstrip("0") in text
+
+
+def test_the_figures_of_the_ledger_are_those_that_were_kept() -> None:
+    text = (ROOT / "docs" / "eviction.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    for row in json.loads((results / "ledger.json").read_text())["rows"]:
+        if "vs_peer_median" in row:
+            ratios = row["vs_peer_median"]
+            shown = f"| {row['blocks_per_s'] / 1e6:.2f} | {ratios['vllm']:.1f} | {ratios['sglang']:.1f} |"
+        else:
+            shown = f"{row['us_per_block']:.2f} us"
+        assert shown in text, row["case"]
+    for row in json.loads((results / "ledger_decode.json").read_text())["rows"]:
+        assert f"| {row['mean_us']:.1f} | {row['due_p99_us']:.0f} |" in text
