@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvpool.errors import KVError, LayoutError, PlanError
+from kvpool.errors import KVError, LayoutError, OutOfBlocks, PlanError
 from kvpool.layer_access import LayerAccess
 from kvpool.ledger import Event, Evicted, Ledger, Media, Pin, Retention, Stats, StepDecision
 from kvpool.ledger.extras import Extra, encode
@@ -153,9 +153,14 @@ class KVCache(LayerAccess):
     ) -> StepDecision:
         while True:
             ready = items if self._below is None else self._below.ready(items)
-            decision = self._elastic.retry(
-                lambda: self.ledger.begin_step(ready, buffers.arrays, drafts=drafts, commit=commit)  # noqa: B023
-            )
+            try:
+                decision = self._elastic.retry(
+                    lambda: self.ledger.begin_step(ready, buffers.arrays, drafts=drafts, commit=commit)  # noqa: B023
+                )
+            except OutOfBlocks:
+                if self._below is None or not self._below.forgo(ready):
+                    raise
+                continue
             if self._below is None or self._below.carry_out(decision):
                 return decision
             self.ledger.abort_step(decision)
@@ -171,9 +176,13 @@ class KVCache(LayerAccess):
             items: As for `step`.
         """
         handles = [(self._handle(seq), most) for seq, most in items]
-        if self._below is not None:
-            self._below.announce(handles)
-        return self._elastic.fits(handles)
+        if self._below is None:
+            return self._elastic.fits(handles)
+        # What is still on its way may come or not: there must be room for either.
+        self._below.announce(handles, comes=True)
+        count = self._elastic.fits(handles)
+        self._below.announce(handles, comes=False)
+        return self._elastic.fits(handles[:count])
 
     def _close(self, step: Step, failed: bool) -> None:
         self._open_steps -= 1

@@ -11,8 +11,10 @@ from kvpool.step import Step
 
 from .world import Fault, Live, Storm, attends
 
-#: How sharp an aimed query is: its target's logit; all others are far below, so the answer is one value.
-AIM = 160.0
+#: How sharp an aimed query is: its target's logit.
+AIM = 100.0
+#: How far below, of that, all other logits must be, or the answer were not one value.
+MARGIN = 0.25
 Rows = list[tuple[Live, int, int]]  # sequence, first token, tokens: one a table row
 
 
@@ -55,6 +57,9 @@ def _attend(storm: Storm, layer: int, step: Step, rows: Rows, indices: torch.Ten
         draw = torch.rand(count, heads * groups, len(links), generator=storm.torch_rng)
         target = (draw * seen[:, None]).argmax(-1)  # [q, Q], always a visible token
         goal = keys[target, head]  # [q, Q, D]
+        others = seen[:, None] & (torch.arange(len(links)) != target[..., None])  # [q, Q, n]
+        logits = torch.einsum("qhd,nhd->qhn", goal, keys[:, head]) / goal.square().sum(-1, keepdim=True)
+        aimed &= logits.masked_fill(~others, -torch.inf).amax(-1) < 1 - MARGIN
         queries.append(goal * (AIM / goal.square().sum(-1, keepdim=True)) * aimed[..., None])
         flat = torch.einsum("qn,nhd->qhd", seen.double(), values.double()) / seen.sum(-1)[:, None, None]
         answers.append(torch.where(aimed[..., None], values[target, head], flat[:, head].float()))

@@ -64,10 +64,20 @@ def open_prompt(storm: Storm) -> str | None:
     tokens = tokens + [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 3, rng.randint(1, 40)]))]
     tokens = tokens[: storm.longest]
     limit = rng.choice([None, None, None, rng.randint(0, len(tokens))])
-    seq = storm.cache.sequence(tokens, salt=extras[0], lora_id=extras[1], max_cached_tokens=limit)
+    try:
+        seq = storm.cache.sequence(tokens, salt=extras[0], lora_id=extras[1], max_cached_tokens=limit)
+    except kv.OutOfBlocks:
+        return too_long(storm, len(tokens))
     storm.must(list(seq.tokens) == tokens, "tokens of a new sequence")
     storm.live.append(Live(seq, tokens, extras, limit))
     return f"{seq} {len(tokens)} tokens, {extras}"
+
+
+def too_long(storm: Storm, num_tokens: int) -> str:
+    """A prompt may be refused only where a resize took the memory for it."""
+    done = storm.cache.resized
+    storm.must(done is not None and done.budget_bytes < storm.plan.budget_bytes, f"{num_tokens} tokens were refused")
+    return f"{num_tokens} tokens are too long for {done}"
 
 
 @operation(
@@ -101,8 +111,9 @@ def serve(storm: Storm) -> str | None:
         told = refused(storm, items, before, error)
         return f"{told}, then {release(storm)}" if rng.random() < 0.5 else told
     took = len(step.sequences)
-    waits = (storm.case.disk or storm.case.host_blocks) and took < len(items)  # for blocks below
-    storm.must(fits == took or bool(waits), f"fits said {fits} items, the step took {took}")
+    # With tiers below, a sequence drops out while its blocks come, or is computed where they do not fit beside others.
+    tiers = bool(storm.case.disk or storm.case.host_blocks)
+    storm.must(fits == took or tiers, f"fits said {fits} items, the step took {took}")
     try:
         with step:
             rows = storm.check_step(step, items)
@@ -165,7 +176,10 @@ def append_known(storm: Storm) -> str | None:
         return None
     storm.must(live.seq.num_computed_tokens == live.computed, f"{live.seq.num_computed_tokens} tokens are computed")
     tokens = [storm.rng.randrange(VOCABULARY) for _ in range(storm.rng.randint(1, 9))]
-    live.seq.extend(tokens)
+    try:
+        live.seq.extend(tokens)
+    except kv.OutOfBlocks:
+        return too_long(storm, len(live.tokens) + len(tokens))
     live.tokens += tokens
     live.extend_links()
     return f"{live.seq} +{len(tokens)}"

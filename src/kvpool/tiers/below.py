@@ -155,14 +155,32 @@ class Below:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def announce(self, items: Items) -> None:
-        """Tell the ledger what tiers may come to have of waiting sequences, so that it counts the room for it."""
+    def announce(self, items: Items, *, comes: bool) -> None:
+        """Tell the ledger what tiers may come to have of waiting sequences, so that it counts the room for it.
+
+        Args:
+            items: As for a step.
+            comes: What is on its way comes, or stays out; what has come is there either way.
+        """
         for sequence, _ in items:
             if sequence in self._waiting:
                 if sequence not in self._asked:
                     self._ask(sequence)
                 load = self._waiting[sequence]
-                self._ledger.expect(sequence, 0 if load is None else self.transfer.loaded(load, at_best=True))
+                self._ledger.expect(sequence, 0 if load is None else self.transfer.loaded(load, at_best=comes))
+
+    def forgo(self, items: Items) -> bool:
+        """Let go what was brought up for sequences that do not fit with it; returns whether there was any."""
+        held = [sequence for sequence, _ in items if self._waiting.get(sequence) is not None]
+        for sequence in held:
+            self._give_up(sequence)
+        return bool(held)
+
+    def _give_up(self, sequence: int) -> None:
+        """Bring nothing up for a waiting sequence any more: it is computed instead."""
+        self.released(sequence)
+        self._waiting[sequence] = None
+        self._asked.add(sequence)
 
     def ready(self, items: Items) -> Items:
         """Say what a step should take now, and tell the ledger what tiers have of it.
@@ -207,9 +225,7 @@ class Below:
             if not all(self.transfer.onboard(wanted)):
                 failed.add(sequence)
         for sequence in failed:
-            self.released(sequence)
-            self._waiting[sequence] = None
-            self._asked.add(sequence)  # once is enough: it is computed instead
+            self._give_up(sequence)
         if failed:
             return False
         for admission in decision.admitted:
