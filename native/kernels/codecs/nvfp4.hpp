@@ -47,30 +47,11 @@ inline void decode_nvfp4(const Store& s, Place at, float g, float* out) {
 
 #if defined(__AVX512BF16__)
 // A row of bf16 elements, `s.dim` a multiple of 64, with the scale of a vector `g`. False when a block needs the
-// scalar code: it saturates, is flushed or is not finite, all of which are rare.
-inline bool encode_nvfp4_row_bf16(const Store& s, const uint16_t* x, float g, Place at) {
-  const float divisor = 6.0f * g;
+// scalar code: its scale is beyond `limit`, is flushed or is not finite, all of which are rare.
+inline bool encode_nvfp4_row_bf16(const Store& s, const uint16_t* x, float g, float limit, Place at) {
   alignas(64) float inverses[kMaxDim / kNvfp4Block];
-  alignas(64) uint32_t amax[kMaxDim / kNvfp4Block];
-  const int blocks = s.dim / kNvfp4Block;
-  for (int i = 0; i < blocks; i += 4)
-    _mm_store_si128(reinterpret_cast<__m128i*>(amax + i), amax_of_blocks(x + i * kNvfp4Block));
-  for (int i = 0; i < blocks; i += 4) {
-    const __m128i a = _mm_load_si128(reinterpret_cast<const __m128i*>(amax + i));
-    const __m128i finite = _mm_min_epu32(a, _mm_set1_epi32(static_cast<int>(kLargestAmax)));
-    const __m128 wanted = _mm_div_ps(_mm_castsi128_ps(finite), _mm_set1_ps(divisor));
-    float scales[4];
-    alignas(16) float w[4];
-    _mm_store_ps(w, wanted);
-    for (int j = 0; j < 4; ++j) {
-      const uint8_t code = E4m3::encode(w[j]);
-      at.block_scale[i + j] = code;
-      scales[j] = E4m3::decode(code) * g;
-      if (amax[i + j] >= kInfBits || !(scales[j] >= kSmallestScale) || w[j] > E4m3::largest) return false;
-    }
-    _mm_store_ps(inverses + i, _mm_div_ps(_mm_set1_ps(1.0f), _mm_loadu_ps(scales)));
-  }
-  for (int i = 0; i < blocks; ++i) encode_block_bf16(x + i * kNvfp4Block, inverses[i], at.data + i * (kNvfp4Block / 2));
+  if (!begin_nvfp4_row_bf16(s, x, g, limit, at.block_scale, inverses)) return false;
+  end_nvfp4_row_bf16(s.dim / kNvfp4Block, x, inverses, at.data);
   return true;
 }
 #endif
@@ -93,7 +74,7 @@ struct Codec<CodecId::nvfp4> {
   static bool fits_bf16(const Store& s) { return s.dim % 64 == 0; }
 
   static void encode_bf16(const Store& s, const uint16_t* x, Place at) {
-    if (encode_nvfp4_row_bf16(s, x, s.constant_scale, at)) return;
+    if (encode_nvfp4_row_bf16(s, x, s.constant_scale, E4m3::largest, at)) return;
     alignas(64) float y[kMaxDim];
     load_row(reinterpret_cast<const uint8_t*>(x), DType::bf16, s.dim, y);
     encode(s, y, at);
@@ -125,7 +106,8 @@ struct Codec<CodecId::nvfp4_token> {
     const uint32_t amax = amax_bits_bf16(x, s.dim);
     const float ratio = from_bits(umin(amax, kLargestAmax)) / 2688.0f;
     *at.scale = ratio < kSmallestScale ? kSmallestScale : ratio;
-    if (amax < kInfBits && encode_nvfp4_row_bf16(s, x, *at.scale, at)) return;
+    // The largest block's scale may be an ulp above 448, and rounds to it.
+    if (amax < kInfBits && encode_nvfp4_row_bf16(s, x, *at.scale, 460.0f, at)) return;
     alignas(64) float y[kMaxDim];
     load_row(reinterpret_cast<const uint8_t*>(x), DType::bf16, s.dim, y);
     encode(s, y, at);
