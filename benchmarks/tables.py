@@ -41,11 +41,12 @@ def heads(row: dict[str, Any]) -> str:
 
 def attention(report: dict[str, Any], case: str) -> str:
     return markdown(
-        ("format", "layout", "block", "", "path", "GB/s", "of read", "of paged read", "x bf16", "x SDPA", "p50 us",
-         "spread"),
+        ("format", "layout", "block", "", "path", "GB/s", "of read", "of paged read", "x bf16", "x SDPA",
+         "x SDPA, rows", "p50 us", "spread"),
         (
             (r["codec"], r["layout"], r["tokens_per_block"], heads(r), r["path"], r["gb_s"], r["ratio_read"],
-             r["ratio_paged_read"], r["vs_bf16"], r["vs_peer"].get("torch_sdpa"), r["p50_us"], r["spread"])
+             r["ratio_paged_read"], r["vs_bf16"], r["vs_peer"].get("torch_sdpa"),
+             r["vs_peer"].get("torch_sdpa_rows"), r["p50_us"], r["spread"])
             for r in report["alone"]["rows"] if r["case"] == case
         ),
     )  # fmt: skip

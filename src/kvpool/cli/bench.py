@@ -94,8 +94,10 @@ def bench(
     present = [name for name in columns if any(row.get(name, "") != "" for row in found)]
     for name in present:
         table.add_column(columns[name], justify="right", no_wrap=True)
-    table.add_column("x sdpa", justify="right", no_wrap=True)
+    peers = ("torch_sdpa", "torch_sdpa_rows")
+    for name in ("x sdpa", "x sdpa rows"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in found:
-        cells = [row.get(name, "") for name in present] + [row["vs_peer"].get("torch_sdpa", "")]
+        cells = [row.get(name, "") for name in present] + [row["vs_peer"].get(peer, "") for peer in peers]
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console(width=max(Console().width, 110)).print(table)
