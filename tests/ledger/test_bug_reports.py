@@ -341,3 +341,47 @@ def test_l11_what_a_pause_left_is_no_hit() -> None:
     d.step((a, 10))
     stats = d.ledger.stats()
     assert (stats.hit_tokens, stats.missed_tokens, stats.resumed_tokens) == (0, 9, 9)
+
+
+def below(blocks: int) -> Driver:
+    """A driver whose store is a tier below, asked at admission."""
+    d = driver(blocks, offer=True)
+    d.ledger._lookup = lambda keys: next((i for i, k in enumerate(keys) if (0, k) not in d.store), len(keys))
+    return d
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_e04_blocks_on_their_way_up_are_held_until_the_step_ends_and_then_freed(released: bool) -> None:
+    d = below(8)
+    a, _ = d.prefill(range(17))
+    d.ledger.release(a)
+    b, _ = d.prefill(range(100, 132))
+    d.ledger.release(b)
+    c = d.open(range(17))
+    before = d.ledger.stats()
+    step = d.begin([(c, 17)])
+    assert len(step.onboards) == 4
+    if released:
+        d.ledger.release(c)  # whoever fills the blocks may go on
+        assert d.ledger.stats().used == 5
+    d.ledger.abort_step(step)  # it never came
+    d.ledger.check()
+    after = d.ledger.stats()
+    assert (after.used, after.onboarded_tokens, after.hit_tokens) == (0, 0, before.hit_tokens)
+    if not released:
+        assert d.step((c, 17)).admitted[0].num_cached_tokens in (0, 16)
+
+
+def test_e08_what_leaves_one_tier_is_counted_in_the_next() -> None:
+    d = below(8)
+    held = 0
+    for i in range(6):
+        a, step = d.prefill(range(100 * i, 100 * i + 16))
+        d.ledger.release(a)
+        stats = d.ledger.stats()
+        held += len(step.evicted)
+        assert held == len(d.store) == stats.evicted_blocks
+        assert (stats.used, stats.cached + stats.free) == (0, 8)
+    a, step = d.prefill([*range(16), 99])
+    assert (len(step.onboards), d.ledger.stats().onboarded_tokens) == (4, 16)
+    assert d.ledger.stats().evicted_blocks == held + len(step.evicted)
