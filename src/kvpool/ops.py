@@ -24,13 +24,17 @@ def check(name: str, x: torch.Tensor, shape: tuple[int, ...], meaning: str, devi
         meaning: Their axes, for the message.
         device: Where kernels read it.
     """
+    try:
+        if x.shape == shape and x.device == device and x.dtype in _FLOATS and (x.stride(-1) == 1 or x.shape[-1] == 1):
+            return
+    except (AttributeError, RuntimeError):  # not a tensor, or one without strides
+        pass
     on_device(name, x, device)
     if x.shape != shape:
         raise LayoutError(f"{name} must be {meaning} = {list(shape)}, got {list(x.shape)}")
     if x.dtype not in _FLOATS:
         raise LayoutError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}; convert it first")
-    if x.stride()[-1] != 1 and x.shape[-1] != 1:
-        raise LayoutError(f"{name} must be contiguous on its last axis, got strides {x.stride()}; call .contiguous()")
+    raise LayoutError(f"{name} must be contiguous on its last axis, got strides {x.stride()}; call .contiguous()")
 
 
 def on_device(name: str, x: torch.Tensor, device: torch.device) -> None:
@@ -106,7 +110,7 @@ def attend(
     t, num_q, dim = step.total_tokens, shape[1], k[0].vector.dim if len(k) == 1 else sum(p.vector.dim for p in k)
     check("q", q, (t, num_q, dim), "[T, Q, D]", step.device)
     if out is None:
-        out = torch.empty((t, num_q, v_dim), dtype=q.dtype, device=q.device)
+        out = q.new_empty((t, num_q, v_dim))
     else:
         check("out", out, (t, num_q, v_dim), "[T, Q, Dv]", step.device)
         per_row, per_head, _ = out.stride()
@@ -122,7 +126,7 @@ def attend(
         check_slots("indices", options.indices, 2, step.device)
         if options.indices.shape[0] != t:
             raise LayoutError(f"indices must be [T, K] with T = {t}, got {list(options.indices.shape)}")
-    lse = torch.empty((t, num_q), dtype=torch.float32, device=q.device) if return_lse else None
+    lse = q.new_empty((t, num_q), dtype=torch.float32) if return_lse else None
     backend.attend(q, k, v, v_dim, step, options, out, lse)
     return out, lse
 
