@@ -18,6 +18,9 @@ class Watch(Protocol):
     def paused(self, sequence: int) -> None:
         """A sequence holds nothing any more and will be back."""
 
+    def forked(self, sequence: int, fork: int) -> None:
+        """A sequence has a copy, which waits for a step if it does."""
+
     def released(self, sequence: int) -> None:
         """A sequence is gone."""
 
@@ -87,7 +90,10 @@ class Sequence:
 
     def fork(self) -> Sequence:
         """Return a new sequence with the same tokens that shares all blocks."""
-        return Sequence(self.ledger, self.ledger.fork(self.id), self._watch, self._make_room)
+        fork = self.ledger.fork(self.id)
+        if self._watch is not None:
+            self._watch.forked(self.id, fork)
+        return Sequence(self.ledger, fork, self._watch, self._make_room)
 
     def pause(self) -> None:
         """Hold nothing, but leave what is computed matchable; tiers below take its whole blocks at once."""

@@ -439,6 +439,23 @@ def test_what_was_evicted_or_flushed_before_a_kill_is_found(tmp_path: Path, idle
     world.cache.close()
 
 
+def test_the_copy_of_a_sequence_that_waits_is_restored_as_well() -> None:
+    world = World(host_size="1MiB")
+    with world.open(PROMPT) as seq:
+        world.step(seq)
+    world.fill(100, 8)  # nothing of it is left on the device
+    waiting = world.open(PROMPT)
+    assert world.cache.fits([(waiting, 1000)]) == 1  # asks the tiers
+    copy = waiting.fork()
+    assert world.step(copy) == [len(PROMPT) % N or N]
+    world.verify(copy)
+    copy.release()
+    world.step(waiting)
+    world.verify(waiting)
+    waiting.release()
+    world.cache.check()
+
+
 def test_random_prompts_over_all_tiers_read_what_was_written(tmp_path: Path) -> None:
     storm(tmp_path, 400)
 

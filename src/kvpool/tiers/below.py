@@ -134,6 +134,11 @@ class Below:
         keys = set(self._ledger.keys(sequence))
         self.transfer.keep([block for block in self._ledger.stored() if block.key in keys])
 
+    def forked(self, sequence: int, fork: int) -> None:
+        """Note the copy of a sequence that waits: it waits too, and nothing is on its way for it yet."""
+        if sequence in self._waiting:
+            self.opened(fork)
+
     def released(self, sequence: int) -> None:
         """Forget a sequence; one that was admitted is forgotten already."""
         load = self._waiting.pop(sequence, None)
