@@ -24,6 +24,9 @@ REFUSED = {row.name: row.note for row in families() if row.mode == "refused"}
 #: These are compared row by row, with weights (seed 1) under which nothing ties. MiniMax: transformers' own decoding of
 #: a padded batch differs from that of its rows by several logits (its cache tells the length of a layer without one).
 ALONE = {"deepseek_v32", "glm_moe_dsa", "minimax"}
+#: Weights under which no scores tie at the edge of the best eight in the long prompts below either; 1 for the others.
+#: With seed 1, rectified scores at length 207 are both 0 there, and which token is taken is nobody's rule.
+LONG_SEED = {"glm_moe_dsa": 3}
 NEW = 6
 
 
@@ -91,7 +94,7 @@ def test_long_prompts_and_other_windows(family: str, window: int, mode: str) -> 
     if mode == "kernel" and family in GATHER_ONLY:
         pytest.skip(GATHER_ONLY[family])
     over = {field: window} if FAMILIES[family][1].get(field) else {}
-    model = tiny(family, seed=1, **over)
+    model = tiny(family, seed=LONG_SEED.get(family, 1), **over)
     cache = paged(model, mode=mode)
     check_two_rounds(family, cache, model, [200, 150, 12], new=40 if mode == "kernel" else NEW)
 
