@@ -43,8 +43,8 @@ def error_response(message: str, status: int, kind: str, param: str | None = Non
     return JSONResponse(body, status_code=status, headers=headers)
 
 
-def explain(request: Request, error: Exception) -> Response:
-    """Return an exception as OpenAI's clients expect it."""
+async def explain(request: Request, error: Exception) -> Response:
+    """Return an exception as OpenAI's clients expect it. A coroutine, as any other handler is given a thread."""
     if isinstance(error, BadRequest):
         return error_response(str(error), error.status, "invalid_request_error", error.param)
     if isinstance(error, HTTPException):
