@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
 from enum import StrEnum
@@ -316,18 +318,27 @@ def answer_all(engine: Engine, ids: list[int], stream: TextStream | None) -> boo
     Raises:
         KVError: A request cannot be served.
     """
+    stop = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        stop.set()  # a step in the middle would leave its blocks in use; the second time it is not waited for
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, interrupt)
     try:
-        while not engine.idle:
+        while not engine.idle and not stop.is_set():
             for event in engine.step():
                 if event.error:
                     raise KVError(f"prompt {ids.index(event.request) + 1}: {event.error}")
                 if stream:
                     stream.take(event)
     except KeyboardInterrupt:
-        for request in ids:
-            engine.abort(request)
-        return False
-    return True
+        stop.set()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    for request in ids:
+        engine.abort(request)
+    return not stop.is_set()
 
 
 def answer_row(answer: Answer) -> dict[str, Any]:
