@@ -44,6 +44,11 @@ CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
     "fp64": (lambda s: s.cache.write(0, s.step, s.k.double(), s.v), "float32, bfloat16 or float16"),
     "too few tokens": (lambda s: s.cache.write(0, s.step, s.k[1:], s.v), r"\[T, H, D\] = \[20, 2, 64\]"),
     "keys without values": (lambda s: s.cache.write(0, s.step, s.k), "give k and v"),
+    "indexer keys behind values that fit": (
+        lambda s: s.cache.write(0, s.step, s.k + 1, s.v + 1, index=s.k),
+        "stores no indexer keys",
+    ),
+    "keys beside indexer keys, without values": (lambda s: s.cache.write(0, s.step, s.k, index=s.k), "give k and v"),
     "indexer keys": (lambda s: s.cache.write(0, s.step, s.k, s.v, index=s.k), "stores no indexer keys"),
     "a layer too far": (lambda s: s.cache.write(2, s.step, s.k, s.v), r"0\.\.1, got 2"),
     "a layer from the end": (lambda s: s.cache.attend(-1, s.step, s.q), r"0\.\.1, got -1"),

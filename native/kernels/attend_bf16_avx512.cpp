@@ -6,7 +6,6 @@
 namespace kvpool {
 namespace {
 
-constexpr float kLog2e = 1.44269504f;
 constexpr int kMaxPiece = 128;  // elements the kernels of a format take at a time, at most
 
 struct Bf16Work {
@@ -20,17 +19,6 @@ struct Bf16Work {
   CodeRows k_codes, v_codes;
   Stream ahead;
 };
-
-// 2^x for x <= 127 within 3e-6 (minimax of degree 4 on [-1/2, 1/2]); 0 far below, NaN stays.
-inline __m512 exp2_fast(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_set1_ps(9.570099483e-3f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.591786013e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24024744888f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69312181477f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.99999926143f));
-  return _mm512_scalef_ps(p, n);
-}
 
 // The factors of a tile's scores, in units of log2: of one row's softmax, shared by all rows.
 inline void begin_scores(const Work& w, Bf16Work& b) {

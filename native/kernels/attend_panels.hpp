@@ -202,19 +202,6 @@ inline void take_tile(Work& w, Panels& b, const Tile& tile, int h) {
   std::memcpy(b.masks[at], w.masks, sizeof(uint64_t) * static_cast<size_t>(w.num_rows));
 }
 
-// 2^x for x <= 127 within 3e-6 (minimax of degree 4 on [-1/2, 1/2]); 0 far below, NaN stays.
-inline __m512 exp2_fast(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_set1_ps(9.570099483e-3f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.591786013e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24024744888f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69312181477f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.99999926143f));
-  return _mm512_scalef_ps(p, n);
-}
-
-constexpr float kLog2E = 1.44269504f;
-
 // Scores of one row over `num_tiles` tiles to probabilities in bf16, once for each factor of the values. `masked`:
 // tokens no bit of `seen` stands for become 0; otherwise all are seen. `direct`: scores are the products times the
 // scale.
@@ -239,14 +226,14 @@ inline void softmax_row(const Work& w, const Panels& b, const float* s, const ui
   const float highest = _mm512_reduce_max_ps(top) * unit;
   if (highest > m) {
     if (m != kMinusInf) {
-      const float factor = __builtin_exp2f((m - highest) * kLog2E);
+      const float factor = __builtin_exp2f((m - highest) * kLog2e);
       const __m512 f = _mm512_set1_ps(factor);
       l *= factor;
       for (int d = 0; d < w.v_pitch; d += 16) _mm512_storeu_ps(o + d, _mm512_mul_ps(f, _mm512_loadu_ps(o + d)));
     }
     m = highest;
   }
-  const __m512 shift = _mm512_set1_ps(m == kMinusInf ? 0.0f : -m * kLog2E), base = _mm512_set1_ps(unit * kLog2E);
+  const __m512 shift = _mm512_set1_ps(m == kMinusInf ? 0.0f : -m * kLog2e), base = _mm512_set1_ps(unit * kLog2e);
   __m512 total = _mm512_setzero_ps();
 #pragma GCC unroll 8
   for (int i = 0; i < n; ++i) {

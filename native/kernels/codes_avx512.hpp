@@ -179,17 +179,8 @@ KVPOOL_INLINE void score_piece(const Codes& codes, const uint8_t* const* x, cons
 template <int P, int R>
 KVPOOL_INLINE void half_sums(const __m512 (&a)[16], float* s) {
   constexpr int T = 16 / P, n = T < 4 ? T : 4;
-  __m512 b[8], c[4], d[2];
-  for (int i = 0; i < 8; ++i)
-    b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-  for (int i = 0; i < 4; ++i) {
-    const __m512d x = _mm512_castps_pd(b[2 * i]), y = _mm512_castps_pd(b[2 * i + 1]);
-    c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  // Four first halves, four second halves, and again.
-  for (int i = 0; i < 2; ++i)
-    d[i] = _mm512_add_ps(_mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0xdd));
+  __m512 d[2];
+  eighths(a, d);  // four first halves, four second halves, and again
   if constexpr (P == 4) {
     for (int r = 0; r < R; ++r)
       _mm256_storeu_ps(s + r * kTile,

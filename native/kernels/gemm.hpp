@@ -99,30 +99,9 @@ inline void transpose(const float* in, int64_t ldi, int tokens, int dim, float* 
 #if defined(__AVX512F__)
   for (int t = 0; t < tokens; t += 16)
     for (int d = 0; d < dim; d += 16) {
-      __m512i r[16], u[16];
+      __m512i r[16];
       for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(in + (t + i) * ldi + d);
-      for (int i = 0; i < 8; ++i) {
-        u[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        u[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-      }
-      for (int i = 0; i < 4; ++i) {
-        r[4 * i] = _mm512_unpacklo_epi64(u[4 * i], u[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(u[4 * i], u[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(u[4 * i + 1], u[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(u[4 * i + 1], u[4 * i + 3]);
-      }
-      for (int i = 0; i < 4; ++i) {
-        u[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-        u[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-        u[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-        u[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-      }
-      for (int i = 0; i < 4; ++i) {
-        r[i] = _mm512_shuffle_i32x4(u[i], u[8 + i], 0x88);
-        r[8 + i] = _mm512_shuffle_i32x4(u[i], u[8 + i], 0xdd);
-        r[4 + i] = _mm512_shuffle_i32x4(u[4 + i], u[12 + i], 0x88);
-        r[12 + i] = _mm512_shuffle_i32x4(u[4 + i], u[12 + i], 0xdd);
-      }
+      transpose_words(r);
       for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + (d + i) * ldo + t, r[i]);
     }
 #else

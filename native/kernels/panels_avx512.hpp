@@ -15,33 +15,6 @@ constexpr int kMaxParts = 8;       // scales that one vector may have
 constexpr int kStepTiles = 2;      // tiles that are worked on together
 constexpr int kStepTokens = kStepTiles * kTile;
 
-// 16 x 16 words transposed in place.
-inline void transpose_words(__m512i (&r)[16]) {
-  __m512i u[16];
-  for (int i = 0; i < 8; ++i) {
-    u[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    u[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[4 * i] = _mm512_unpacklo_epi64(u[4 * i], u[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(u[4 * i], u[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(u[4 * i + 1], u[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(u[4 * i + 1], u[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    u[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    u[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    u[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    u[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[i] = _mm512_shuffle_i32x4(u[i], u[8 + i], 0x88);
-    r[8 + i] = _mm512_shuffle_i32x4(u[i], u[8 + i], 0xdd);
-    r[4 + i] = _mm512_shuffle_i32x4(u[4 + i], u[12 + i], 0x88);
-    r[12 + i] = _mm512_shuffle_i32x4(u[4 + i], u[12 + i], 0xdd);
-  }
-}
-
 // Elements [d, d + 32) of a row of `dim`, zeros behind its end.
 inline __m512i row_elements(const uint16_t* row, int d, int dim) {
   return dim - d >= 32 ? _mm512_loadu_si512(row + d) : _mm512_maskz_loadu_epi16((1u << (dim - d)) - 1, row + d);

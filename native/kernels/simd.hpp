@@ -74,10 +74,50 @@ inline float largest(Vec v) {
 #endif
 }
 
-// Lane i of the result is the sum of a[i]. A tree of pairwise adds of interleaved halves.
-KVPOOL_INLINE Vec sums(const Vec (&a)[W]) {
 #if defined(__AVX512F__)
-  __m512 b[8], c[4], d[2];
+constexpr float kLog2e = 1.44269504f;
+
+// 2^x for x <= 127 within 3e-6 (minimax of degree 4 on [-1/2, 1/2]); 0 far below, NaN stays.
+inline __m512 exp2_fast(__m512 x) {
+  const __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(9.570099483e-3f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.591786013e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24024744888f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69312181477f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.99999926143f));
+  return _mm512_scalef_ps(p, n);
+}
+
+// 16 x 16 words transposed in place.
+inline void transpose_words(__m512i (&r)[16]) {
+  __m512i u[16];
+  for (int i = 0; i < 8; ++i) {
+    u[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    u[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(u[4 * i], u[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(u[4 * i], u[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(u[4 * i + 1], u[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(u[4 * i + 1], u[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    u[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    u[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    u[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    u[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(u[i], u[8 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(u[i], u[8 + i], 0xdd);
+    r[4 + i] = _mm512_shuffle_i32x4(u[4 + i], u[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(u[4 + i], u[12 + i], 0xdd);
+  }
+}
+
+// Lanes of 16 vectors added down to two: their first and second halves of eight sums each, which `sums` adds.
+KVPOOL_INLINE void eighths(const __m512 (&a)[16], __m512 (&d)[2]) {
+  __m512 b[8], c[4];
   for (int i = 0; i < 8; ++i)
     b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
   for (int i = 0; i < 4; ++i) {
@@ -87,6 +127,14 @@ KVPOOL_INLINE Vec sums(const Vec (&a)[W]) {
   for (int i = 0; i < 2; ++i)
     d[i] = _mm512_add_ps(_mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0x88),
                          _mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0xdd));
+}
+#endif
+
+// Lane i of the result is the sum of a[i]. A tree of pairwise adds of interleaved halves.
+KVPOOL_INLINE Vec sums(const Vec (&a)[W]) {
+#if defined(__AVX512F__)
+  __m512 d[2];
+  eighths(a, d);
   return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xdd));
 #elif defined(__AVX2__)
   __m256 b[4], c[2];

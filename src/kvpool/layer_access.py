@@ -72,19 +72,22 @@ class LayerAccess(LayerConstants):
             LayoutError: A tensor does not fit the plan.
         """
         parts = self._at(layer, step)
+        stored: tuple[Part, ...] = ()
+        tensors: tuple[torch.Tensor, ...] = ()
         if k is not None and v is not None and parts.v is not None:
-            ops.write(self.backend, (*parts.k, parts.v), (k, v), step)
+            stored, tensors = (*parts.k, parts.v), (k, v)
         elif latent is not None and rope is not None and parts.k:
+            stored = parts.k
             tensors = (latent, rope) if len(parts.k) == 2 else (torch.cat([latent, rope], -1),)
-            ops.write(self.backend, parts.k, tensors, step)
-        elif index is None:
+        elif index is None or any(x is not None for x in (k, v, latent, rope)):
             raise LayoutError(
                 f"layer {layer} stores {self.plan.spec.layers[layer].kinds}; give k and v, or latent and rope"
             )
         if index is not None:
             if parts.index is None:
                 raise LayoutError(f"layer {layer} stores no indexer keys")
-            ops.write(self.backend, (parts.index,), (index,), step)
+            stored, tensors = (*stored, parts.index), (*tensors, index)
+        ops.write(self.backend, stored, tensors, step)
 
     def attend(
         self,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvpool.errors import PlanError
 from kvpool.spec import CacheSpec, load_config
@@ -25,6 +27,15 @@ EMBEDDED = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+
+
+HostSize = Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")]
+HostCodec = Annotated[
+    str | None, typer.Option(help="Format of blocks in host memory and on disk; default: the cache's own")
+]
+Disk = Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the process")]
+DiskSize = Annotated[str | None, typer.Option(help="The most the directory may take")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch and of the kernels; default: all CPUs")]
 
 
 class LayoutName(StrEnum):

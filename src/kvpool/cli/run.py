@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.cli import options
+from kvpool.cli.options import LayoutName
 from kvpool.errors import KVError
 from kvpool.measure.replay import save_trace
 from kvpool.plan import Plan, make_plan
@@ -50,13 +51,6 @@ DEFAULT_PROMPTS = (
     "What happens when a cache is full?",
     "Why are small numbers such as 8-bit integers useful in a cache?",
 )
-
-
-class LayoutName(StrEnum):
-    """Layouts a pool can have."""
-
-    HND = "HND"
-    NHD = "NHD"
 
 
 class TextStream:
@@ -165,15 +159,11 @@ def run(
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "bf16",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch and of the kernels; default: all CPUs")
-    ] = None,
-    host_size: Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")] = None,
-    host_codec: Annotated[
-        str | None, typer.Option(help="Format of blocks in host memory and on disk; default: the cache's own")
-    ] = None,
-    disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the run")] = None,
-    disk_size: Annotated[str | None, typer.Option(help="The most the directory may take")] = None,
+    threads: options.Threads = None,
+    host_size: options.HostSize = None,
+    host_codec: options.HostCodec = None,
+    disk: options.Disk = None,
+    disk_size: options.DiskSize = None,
     record: Annotated[Path | None, typer.Option(help="Write the requests' token ids, for kvpool replay")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else")] = False,
 ) -> None:

@@ -6,12 +6,12 @@ import gc
 import logging
 import socket
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvpool import log
+from kvpool.cli import options
 from kvpool.errors import UnsupportedError
 
 _log = logging.getLogger("kvpool.serve")
@@ -26,12 +26,10 @@ def serve(
     layout: Annotated[str, typer.Option(help="HND or NHD")] = "HND",
     tokens_per_block: Annotated[int, typer.Option()] = 32,
     budget: Annotated[str, typer.Option(help="Bytes of cache")] = "1GiB",
-    host_size: Annotated[str | None, typer.Option(help="Host memory for evicted blocks, such as 4GiB")] = None,
-    host_codec: Annotated[
-        str | None, typer.Option(help="Format of blocks in host memory and on disk; default: the cache's own")
-    ] = None,
-    disk: Annotated[Path | None, typer.Option(help="Directory for prefixes that outlive the server")] = None,
-    disk_size: Annotated[str | None, typer.Option(help="The most the directory may take")] = None,
+    host_size: options.HostSize = None,
+    host_codec: options.HostCodec = None,
+    disk: options.Disk = None,
+    disk_size: options.DiskSize = None,
     dtype: Annotated[str, typer.Option(help="Element type the model is computed in")] = "bf16",
     backend: Annotated[str, typer.Option(help="auto, cpu or reference")] = "auto",
     max_sequences: Annotated[int, typer.Option(min=1, help="Most requests computed together")] = 64,
@@ -39,9 +37,7 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get 429")] = 256,
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take; 0 for no limit")] = 0.0,
     drain: Annotated[float, typer.Option(help="Seconds a stop waits for open requests")] = 10.0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch and of the kernels; default: all CPUs")
-    ] = None,
+    threads: options.Threads = None,
 ) -> None:
     """Serve completions and chat completions over HTTP."""
     try:
