@@ -129,7 +129,7 @@ class KVCache(LayerAccess):
         """
         buffers = self._buffers[self._turn]
         given = {self._handle(seq): entry for seq, entry in drafts.items()} if drafts else None
-        decision = self._begin([(self._handle(seq), most) for seq, most in items], buffers, given, commit)
+        decision = self._begin(self._handles(items), buffers, given, commit)
         self._turn ^= 1
         self._open_steps += 1
         for group, copies in decision.copies_by_group():
@@ -143,6 +143,10 @@ class KVCache(LayerAccess):
         if sequence.ledger is not self.ledger:
             raise KVError(f"{sequence!r} belongs to another cache; open it with this cache's sequence(...)")
         return sequence.id
+
+    def _handles(self, items: SequenceOf[tuple[Sequence, int]]) -> list[tuple[int, int]]:
+        ledger = self.ledger  # this runs for every sequence of every step: no call for those that are its own
+        return [(seq.id if seq.ledger is ledger else self._handle(seq), most) for seq, most in items]
 
     def _begin(
         self,
@@ -175,7 +179,7 @@ class KVCache(LayerAccess):
         Args:
             items: As for `step`.
         """
-        handles = [(self._handle(seq), most) for seq, most in items]
+        handles = self._handles(items)
         if self._below is None:
             return self._elastic.fits(handles)
         # What is still on its way may come or not: there must be room for either.
