@@ -43,7 +43,18 @@ int bytes_per_vector(CodecId codec, int dim) {
   }
 }
 
-// A store whose planes are separate allocations of exactly their size.
+bool has_scale(CodecId codec) {
+  return codec == CodecId::fp8 || codec == CodecId::int8 || codec == CodecId::nvfp4_token ||
+         codec == CodecId::index_fp8;
+}
+
+// Bytes of the block scales of one vector.
+int block_scale_bytes(CodecId codec, int dim) {
+  if (codec == CodecId::nvfp4 || codec == CodecId::nvfp4_token) return dim / 16;
+  return codec == CodecId::index_fp4 ? dim / 32 : 0;
+}
+
+// A store whose planes are separate allocations of exactly their size; a codec has no others.
 struct Owned {
   Store store;
   Counters counters;
@@ -61,8 +72,9 @@ struct Owned {
     store.constant_scale = 0.02f;
     store.counters = &counters;
     data = plane(store.data, bytes_per_vector(codec, dim), token_major);
-    scale = plane(store.scale, 4 * store.num_segments, false);
-    block_scale = plane(store.block_scale, codec == CodecId::index_fp4 ? dim / 32 : dim / 16, token_major);
+    if (has_scale(codec)) scale = plane(store.scale, 4 * store.num_segments, false);
+    if (const int bytes = block_scale_bytes(codec, dim); bytes > 0)
+      block_scale = plane(store.block_scale, bytes, token_major);
   }
 
   std::unique_ptr<uint8_t[]> plane(Plane& p, int64_t bytes, bool token_major) {
