@@ -15,26 +15,22 @@ runpy.run_path(sys.argv[0])' sglang_radix.py --sglang-root R --trace T --capacit
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shlex
 import statistics
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ledger_calls import CASES, copies
 from ledger_decode import cpu_name
 
 from kvpool import _native
-from kvpool.errors import OutOfBlocks
-from kvpool.ledger import Ledger, Released, StepArrays
-from kvpool.measure.replay import Request, load_trace, make_capacity, replay
+from kvpool.ledger import Released
+from kvpool.measure.replay import Request, load_trace, replay
 
 BLOCKS = 10_000
 
@@ -53,52 +49,6 @@ def peer(command: str) -> float:
     if "us_per_block_core" in row:  # vLLM: its own calls and its hashing, processor time
         return 1e6 / (row["us_per_block_core"] + row["us_hash_per_block"])
     return float(row["blocks_per_s"])  # SGLang: no hashing, whole blocks only
-
-
-def copies(requests: list[Request], num_copies: int, per_copy: int) -> list[Request]:
-    """Interleave copies of the trace with shifted ids, so that a large cache is full."""
-    out = []
-    for request in requests[:per_copy]:
-        for c in range(num_copies):
-            out.append(Request(request.tokens + np.int32(c * 20_000_000), request.num_tokens, request.scale))
-    return out
-
-
-def longest_call(requests: list[Request], blocks: int) -> dict[str, float]:
-    """The longest call, and by how much one exceeds 0.3 us for each block of its prompt."""
-    plan = make_capacity(requests, blocks, 16, None)
-    ledger, arrays = Ledger(plan), StepArrays.from_plan(plan)
-    live: deque[tuple[int, int]] = deque()
-    longest = beyond = 0.0
-    gc.collect()
-    gc.disable()
-
-    def timed(size: int, call: Callable[[], Any]) -> Any:
-        nonlocal longest, beyond
-        start = time.thread_time_ns()
-        result = call()
-        us = (time.thread_time_ns() - start) / 1e3
-        longest, beyond = max(longest, us), max(beyond, us - 0.3 * -(-size // 16))
-        return result
-
-    for request in requests:
-        prompt = request.tokens
-        while len(live) >= 8:
-            sequence, size = live.popleft()
-            timed(size, lambda s=sequence: ledger.release(s))
-        sequence = timed(len(prompt), lambda p=prompt: ledger.open(p))
-        while True:
-            try:
-                items = [(sequence, len(prompt))]
-                decision = timed(len(prompt), lambda i=items: ledger.begin_step(i, arrays))
-                break
-            except OutOfBlocks:
-                ledger.release(live.popleft()[0])
-        timed(len(prompt), lambda d=decision: ledger.end_step(d))
-        live.append((sequence, len(prompt)))
-    gc.enable()
-    bytes_a_block = ledger.stats().bookkeeping_bytes / blocks
-    return {"longest_call_us": longest, "beyond_0.3_us_a_block_us": beyond, "bookkeeping_bytes_a_block": bytes_a_block}
 
 
 Rounds = dict[str, list[list[float]]]
@@ -159,13 +109,13 @@ def main() -> None:
     ours, theirs = measure_rounds(requests, peers, given.rounds)
     rows = [summary(name, rounds, theirs) for name, rounds in ours.items()] if given.rounds else []
     if given.million:
-        for blocks, num, per in ((10_000, 1, 3_000), (1_000_000, 100, 900)):
+        for blocks, num, per in CASES:
             copied = copies(requests, num, per)
             runs = [replay(copied, blocks) for _ in range(5 if num == 1 else 3)]
             times = [1e6 / r.blocks_per_s for r in runs]
             rows.append({"case": f"{num} copies, {blocks} blocks", "us_per_block": statistics.median(times),
-                         "range": [min(times), max(times)], "hit_rate": runs[0].hit_rate, "evicted": runs[0].evicted,
-                         "calls": [longest_call(copied, blocks) for _ in range(3)]})  # fmt: skip
+                         "range": [min(times), max(times)], "hit_rate": runs[0].hit_rate,
+                         "evicted": runs[0].evicted})  # fmt: skip
     for row in rows:
         print(row)
     if given.output:

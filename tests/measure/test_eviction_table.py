@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,11 @@ def test_the_figures_of_the_ledger_are_those_that_were_kept() -> None:
         assert shown in text, row["case"]
     for row in json.loads((results / "ledger_decode.json").read_text())["rows"]:
         assert f"| {row['mean_us']:.1f} | {row['due_p99_us']:.0f} |" in text
+    calls = {row["blocks"]: row for row in json.loads((results / "ledger_calls.json").read_text())["rows"]}
+    least = {blocks: math.ceil(row["longest_call_us"]) for blocks, row in calls.items()}
+    assert f"{least[10_000]} us at 10,000 blocks and {least[1_000_000]} us at 1,000,000" in " ".join(text.split())
+    single = [max(run["cpu_us"] for run in calls[blocks]["runs"]) for blocks in (10_000, 1_000_000)]
+    assert f"the longest took {single[0]:.0f} and {single[1]:.0f} us" in " ".join(text.split())
+    bytes_a_block = sorted(row["bookkeeping_bytes_a_block"] for row in calls.values())
+    assert f"{bytes_a_block[0]:.0f} to {bytes_a_block[1]:.0f} bytes" in text
+    assert all(row["closest_to_its_limit"]["us"] <= row["closest_to_its_limit"]["allowed_us"] for row in calls.values())
