@@ -157,12 +157,12 @@ class LayerAccess(LayerConstants):
             name: `conv`, `ssm`, or another name of the layer's states.
         """
         part, shape = self._state(layer, step, name)
-        return ops.state_read(part, shape, step.groups[part.group].read_slots)
+        return ops.state_read(self.backend, part, shape, step.groups[part.group].read_slots)
 
     def state_write(self, layer: int, step: Step, name: str, states: torch.Tensor) -> None:
         """Store the states `[S, *shape]` the step's sequences end in, in fresh slots: a failed step changes none."""
         part, shape = self._state(layer, step, name)
-        ops.state_write(part, shape, step.groups[part.group].write_slots, states)
+        ops.state_write(self.backend, part, shape, step.groups[part.group].write_slots, states)
 
     def state(self, layer: int, step: Step, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(read view, read slots, write view, write slots)` of a state in a plain format.

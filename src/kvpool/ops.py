@@ -164,7 +164,7 @@ def convert(backend: Backend, source: Part, source_slots: torch.Tensor, part: Pa
     backend.convert(source, source_slots, part, slots)
 
 
-def state_read(part: Part, shape: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
+def state_read(backend: Backend, part: Part, shape: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
     """Decode the states in `slots`.
 
     Args:
@@ -173,30 +173,26 @@ def state_read(part: Part, shape: tuple[int, ...], slots: torch.Tensor) -> torch
         slots: `[S]` int32; -1 for a sequence that has none yet.
 
     Returns:
-        `[S, *shape]`, fp32 or the plain format it is stored in; zeros where there was none.
+        `[S, *shape]` fp32; zeros where there was none.
     """
-    held = slots >= 0
-    if bool(held.all()):
-        planes = {name: plane.tensor[slots.long(), 0, 0] for name, plane in part.planes.items()}
-        return part.codec.decode(planes, part.vector, part.constants.scale).view(-1, *shape)
-    out = torch.zeros((len(slots), *shape), device=slots.device)
-    out[held] = state_read(part, shape, slots[held])
-    return out
+    return backend.read_states(part, slots).view(-1, *shape)
 
 
-def state_write(part: Part, shape: tuple[int, ...], slots: torch.Tensor, states: torch.Tensor) -> None:
-    """Encode `states [S, *shape]` into `slots [S]` int32.
+def state_write(
+    backend: Backend, part: Part, shape: tuple[int, ...], slots: torch.Tensor, states: torch.Tensor
+) -> None:
+    """Encode `states [S, *shape]` into `slots [S]` int32; -1 writes nothing.
 
     Raises:
         LayoutError: The tensor does not fit.
     """
-    if states.shape != (len(slots), *shape):
-        raise LayoutError(f"{part.name} must be [S, *shape] = {[len(slots), *shape]}, got {list(states.shape)}")
-    part.constants.freeze()
-    flat = states.reshape(len(slots), part.vector.dim)
-    encoded = part.codec.encode(flat, part.vector, part.constants.scale, part.constants.counts)
-    for name, values in encoded.items():
-        part.planes[name].tensor[slots.long(), 0, 0] = values
+    on_device(part.name, states, slots.device)
+    if states.shape != (len(slots), *shape) or states.dtype not in _FLOATS:
+        raise LayoutError(
+            f"{part.name} must be [S, *shape] = {[len(slots), *shape]} of a float type, got {list(states.shape)} of"
+            f" {states.dtype}"
+        )
+    backend.write_states(part, slots, states.reshape(len(slots), part.vector.dim))
 
 
 def score(

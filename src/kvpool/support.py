@@ -51,7 +51,13 @@ def _triton(pool: PoolPlan, lifetime: Lifetime | None) -> str:
     codec = get_codec(pool.codec)
     if type(codec).triton is Codec.triton:
         return f"codec {pool.codec!r} has no Triton maths; use backend='reference'"
-    scales = next((p.containers for p in codec.planes(pool.vector) if p.name == "scale"), 0)
+    planes = [p for p in codec.planes(pool.vector) if p.name == "scale"]
+    scales = planes[0].containers if planes else 0
+    if isinstance(pool.kind, StateKind):
+        rows = len(pool.vector.segments)
+        if planes and max(scales, 1) != rows:
+            return f"{pool.codec} keeps one scale for the {rows} rows of a state, which no Triton kernel stores"
+        return ""
     if scales > 1 and (isinstance(pool.kind, KVKind) or (isinstance(pool.kind, LatentKind) and len(pool.parts) > 1)):
         return f"{pool.codec} keeps {scales} scales a vector of {pool.vector.dim}, which no Triton kernel attends to"
     return ""
@@ -59,7 +65,7 @@ def _triton(pool: PoolPlan, lifetime: Lifetime | None) -> str:
 
 def _flashinfer(pool: PoolPlan, lifetime: Lifetime | None) -> str:
     if isinstance(pool.kind, StateKind):
-        return ""
+        return _triton(pool, lifetime)
     if isinstance(pool.kind, IndexerKind):
         return "FlashInfer has no kernel for sparse slots; use backend='triton'"
     if lifetime is not None and lifetime.chunk is not None:

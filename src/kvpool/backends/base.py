@@ -92,6 +92,12 @@ class Backend(Protocol):
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
         """Decode the tokens at `slots [n]` int64 into `out [n, H, D]`; a slot of -1 gives zeros."""
 
+    def read_states(self, part: Part, slots: torch.Tensor) -> torch.Tensor:
+        """Decode the recurrent states in `slots [S]` int32 to fp32 `[S, D]`; a slot of -1 gives zeros."""
+
+    def write_states(self, part: Part, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Encode `states [S, D]`, of any float type, into `slots [S]` int32; a slot of -1 writes nothing."""
+
     def convert(self, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
         """Store the vectors at `source_slots [n]` of one part at `slots [n]` of another of any codec and layout."""
 

@@ -9,6 +9,7 @@ import torch
 
 from kvpool import _native
 from kvpool.backends.base import Attention
+from kvpool.backends.states import read_states, write_states
 from kvpool.codecs import Counts
 from kvpool.errors import UnsupportedError
 from kvpool.kinds import Lifetime
@@ -126,7 +127,7 @@ class CpuBackend:
             view.plan(step.num_sequences, step.total_tokens, self.num_threads, heads)
 
     def counts(self, part: Part) -> Counts:
-        return Counts(*self._store(part).counters()) if part in self._stores else Counts()
+        return Counts(*self._store(part).counters()) if part in self._stores else part.constants.counts
 
     def forget(self) -> None:
         self._stores.clear()
@@ -207,6 +208,12 @@ class CpuBackend:
             self._workers, self._store(part), slots.data_ptr(), len(slots),
             out.data_ptr(), _DTYPES[out.dtype], out.stride(0), out.stride(1),
         )  # fmt: skip
+
+    def read_states(self, part: Part, slots: torch.Tensor) -> torch.Tensor:
+        return read_states(part, slots)
+
+    def write_states(self, part: Part, slots: torch.Tensor, states: torch.Tensor) -> None:
+        write_states(part, slots, states)
 
     def convert(self, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
         _native.convert(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvpool.backends.base import Attention
+from kvpool.backends.states import read_states, write_states
 from kvpool.codecs import Counts
 from kvpool.codecs.rotation import restore, transform
 from kvpool.kinds import Lifetime
@@ -57,6 +58,12 @@ class ReferenceBackend:
         encoded = part.codec.encode(stored, part.vector, constants.scale, constants.counts)
         for name, values in encoded.items():
             part.planes[name].tensor[block, :, offset] = values  # [T, H, C]
+
+    def read_states(self, part: Part, slots: torch.Tensor) -> torch.Tensor:
+        return read_states(part, slots)
+
+    def write_states(self, part: Part, slots: torch.Tensor, states: torch.Tensor) -> None:
+        write_states(part, slots, states)
 
     def convert(self, source: Part, source_slots: torch.Tensor, part: Part, slots: torch.Tensor) -> None:
         held = source_slots >= 0

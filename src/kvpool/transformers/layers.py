@@ -114,7 +114,7 @@ class StateLayer(Owned, LinearAttentionLayer):
         self.clear()
         for kind in self.kinds:
             group = self.owner.cache.plan.find(self.layer, kind.name)[0]
-            if not (step.groups[group].read_slots >= 0).any():
+            if not (step.buffers.arrays.groups[group].read_slots[: step.num_sequences] >= 0).any():
                 continue
             state = self.owner.cache.state_read(self.layer, step, kind.name)
             if kind.name == CONV:

@@ -34,6 +34,7 @@ from kvpool.backends.triton.launch import (
     score_arguments,
 )
 from kvpool.backends.triton.score import score_kernel
+from kvpool.backends.triton.states import state_arguments
 from kvpool.backends.triton.work import StepWork
 from kvpool.backends.triton.write import read_kernel, write_kernel
 from kvpool.codecs import Counts
@@ -60,6 +61,7 @@ class TritonBackend:
         self.target = find_target(device) if target is None else target
         self._device: torch.device | None = None
         self._parts: dict[Part, PartArguments] = {}
+        self._states: dict[Part, PartArguments] = {}
         self._calls: dict[tuple[Any, ...], AttendArguments] = {}
         self._work: dict[StepBuffers, StepWork] = {}
 
@@ -81,6 +83,7 @@ class TritonBackend:
 
     def forget(self) -> None:
         self._parts.clear()
+        self._states.clear()
         self._calls.clear()
 
     def _current(self) -> AbstractContextManager[object]:
@@ -105,8 +108,11 @@ class TritonBackend:
         arguments, constants = self.arguments(part), part.constants
         if constants.smoothing is not None or constants.rotation:
             x = transform(x, _on(constants.smoothing, x), constants.rotation_block)
+        self._encode(arguments, x, slots)
+
+    def _encode(self, arguments: PartArguments, x: torch.Tensor, slots: torch.Tensor) -> None:
         rows = rows_of(arguments.encode["WIDTH"], WRITE_ELEMENTS)
-        grid = (-(-x.shape[0] * part.num_heads // rows),)
+        grid = (-(-x.shape[0] * arguments.encode["NUM_HEADS"] // rows),)
         if not grid[0]:
             return
         with self._current():
@@ -120,19 +126,40 @@ class TritonBackend:
         arguments, constants = self.arguments(part), part.constants
         plain = constants.smoothing is None and not constants.rotation
         target = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        self._decode(arguments, slots, target)
+        if not plain:
+            out.copy_(restore(target, _on(constants.smoothing, target), constants.rotation_block))
+
+    def _decode(self, arguments: PartArguments, slots: torch.Tensor, out: torch.Tensor) -> None:
         rows = rows_of(arguments.decode["WIDTH"], READ_ELEMENTS)
-        grid = (-(-len(slots) * part.num_heads // rows),)
+        grid = (-(-len(slots) * arguments.decode["NUM_HEADS"] // rows),)
         if not grid[0]:
             return
         with self._current():
             read_kernel[grid](
-                target, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
-                len(slots), target.stride(0), target.stride(1),
+                out, slots, arguments.data, arguments.block_scale, arguments.scale, arguments.constant,
+                len(slots), out.stride(0), out.stride(1),
                 **arguments.decode, ROWS=rows, CAST=self.target.cast, HARDWARE=self.target.hardware,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
-        if not plain:
-            out.copy_(restore(target, _on(constants.smoothing, target), constants.rotation_block))
+
+    def _state(self, part: Part) -> PartArguments:
+        found = self._states.get(part)
+        if found is None:
+            found = self._states[part] = state_arguments(part, self.arguments(part))
+        return found
+
+    def read_states(self, part: Part, slots: torch.Tensor) -> torch.Tensor:
+        arguments = self._state(part)
+        rows, elements = arguments.decode["NUM_HEADS"], arguments.decode["D"]
+        out = torch.empty((len(slots), rows, elements), dtype=torch.float32, device=slots.device)
+        self._decode(arguments, slots, out)
+        return out.view(len(slots), part.vector.dim)
+
+    def write_states(self, part: Part, slots: torch.Tensor, states: torch.Tensor) -> None:
+        arguments = self._state(part)
+        rows, elements = arguments.encode["NUM_HEADS"], arguments.encode["D"]
+        self._encode(arguments, states.reshape(len(slots), rows, elements), slots)
 
     def attend(
         self,
