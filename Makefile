@@ -19,7 +19,7 @@ test: build
 	$(PYTHON_VENV) -m pytest -m "not slow and not gpu"
 
 check: lint types build
-	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model"
+	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model and not compile"
 
 # The kernels under the address and undefined-behaviour sanitizers.
 sanitize: $(PACKAGES) build/build.ninja

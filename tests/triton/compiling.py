@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -33,9 +35,17 @@ TYPES = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
+class Pointer:
+    """What a kernel is compiled for of a tensor."""
+
+    type: str
+    aligned: bool
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One recorded launch."""
+    """One recorded launch; its arguments have pointers for tensors."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -50,8 +60,8 @@ class Launch:
                 signature[parameter.name] = "constexpr"
                 constants[parameter.name] = value
                 continue
-            if isinstance(value, torch.Tensor):
-                signature[parameter.name], aligned = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
+            if isinstance(value, Pointer):
+                signature[parameter.name], aligned = value.type, value.aligned
             elif isinstance(value, float):
                 signature[parameter.name], aligned = "fp32", False
             else:
@@ -67,6 +77,10 @@ class Launch:
         return f"{source.hash()}{sorted(options.items())}"
 
 
+def described(x: Any) -> Any:
+    return Pointer("*" + TYPES[x.dtype], x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x
+
+
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Record launches instead of making them."""
@@ -75,7 +89,7 @@ def recorded() -> Iterator[list[Launch]]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = [p.name for p in self.params]
         options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
-        arguments = dict(zip(names, args, strict=False)) | kwargs
+        arguments = {name: described(x) for name, x in (dict(zip(names, args, strict=False)) | kwargs).items()}
         missing = set(names) - set(arguments)
         assert not missing, f"{self.__name__} lacks {missing}"
         assert set(arguments) <= set(names), f"{self.__name__} has no {set(arguments) - set(names)}"
@@ -93,23 +107,32 @@ def tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def resources(ptx: str, capability: int) -> dict[str, int]:
-    """Return registers a thread takes, and bytes it spills, as Triton's assembler says."""
-    suffix = "a" if capability >= 90 else ""
+def resources(asm: dict[str, Any], capability: int) -> dict[str, int]:
+    """Return registers a thread takes and bytes it spills: as Triton assembled it, and as the assembler does by itself.
+
+    Triton 3.9 asks its assembler for another register allocation (`--regAllocOptLevel=2`), which here and there holds
+    a value that is needed after the loop on the stack, whatever the registers; no other Triton does.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        for name in ("ptxas-blackwell", "ptxas"):  # newer PTX is refused by the older one
-            command = [tool(name), f"-arch=sm_{capability}{suffix}", "-v", str(source), "-o", f"{folder}/kernel.cubin"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if not done.returncode:
-                break
-    assert not done.returncode, done.stderr
-    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    assert spills, done.stderr
-    assert registers, done.stderr
-    return {"registers": int(registers[1]), "spills": sum(int(n) for n in spills.groups())}
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        done = subprocess.run([tool("cuobjdump"), "-res-usage", cubin], capture_output=True, text=True, check=True)
+        found = re.search(r"\bREG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+        assert found, done.stdout + done.stderr
+        used = {"registers": int(found[1]), "stack": int(found[2]), "spills": 0}
+        if used["stack"]:
+            source = Path(folder) / "kernel.ptx"
+            source.write_text(asm["ptx"])
+            arch = f"-arch=sm_{capability}{'a' if capability >= 90 else ''}"
+            for name in ("ptxas-blackwell", "ptxas"):  # newer PTX is refused by the older one
+                command = [tool(name), arch, "-v", str(source), "-o", str(cubin)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if not done.returncode:
+                    break
+            sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", done.stderr)
+            assert len(sizes) == 3, done.stderr
+            used["spills"] = sum(map(int, sizes))
+    return used
 
 
 #: 16-byte loads and stores, to registers or straight to shared memory.
@@ -129,7 +152,7 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
     return {
         "kernel": launch.kernel.__name__,
         "shared": compiled.metadata.shared,
-        **resources(ptx, capability),
+        **resources(compiled.asm, capability),
         "wide_loads": len(WIDE_LOAD.findall(ptx)),
         "loads": len(LOAD.findall(ptx)),
         "dots": len(re.findall(r"(?:mma\.sync|wgmma\.mma_async)[\w.]*", ptx)),
@@ -150,37 +173,64 @@ def explain(error: BaseException) -> str:
     return "\n".join(texts)[-1500:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capability", type=int, default=90)
-    parser.add_argument("--only", default="", help="regular expression on variant names")
-    parser.add_argument("--full", action="store_true", help="every codec x layout x kind, not the quick choice")
-    options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
+def find_launches(capability: int, only: str, full: bool) -> list[tuple[str, Launch]]:
+    """Return the launches that compile to different code, with the name of the first variant to make them."""
     from variants import variants
 
     from kvpool.backends.triton.launch import Target
 
-    target = Target(False, 2 if options.capability >= 89 else 1, 132)
-    seen = set()
-    for name, run in variants(options.full):
-        if not re.search(options.only, name):
-            continue
-        with recorded() as launches:
-            run(target)
-        for launch in launches:
-            if launch.key() in seen:
-                continue
-            seen.add(launch.key())
-            row = {"variant": name, "capability": options.capability, "triton": triton.__version__}
-            try:
-                row |= compile_launch(launch, options.capability)
-            except Exception as error:
-                row |= {
-                    "kernel": launch.kernel.__name__,
-                    "error": explain(error),
-                }
-            print(json.dumps(row), flush=True)
+    target = Target(False, 2 if capability >= 89 else 1, 132)
+    found: dict[str, tuple[str, Launch]] = {}
+    for name, run in variants(full):
+        if re.search(only, name):
+            with recorded() as launches:
+                run(target)
+            for launch in launches:
+                found.setdefault(launch.key(), (name, launch))
+    return list(found.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--only", default="", help="regular expression on variant names")
+    parser.add_argument("--full", action="store_true", help="the whole product, not a choice of it")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--max-registers", type=int, default=None, help="registers a thread may have")
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)  # this process is copied, which threads do not survive
+    found = find_launches(options.capability, options.only, options.full)
+
+    for _, launch in found:
+        if options.max_registers is not None:
+            launch.options["maxnreg"] = options.max_registers
+    fork = multiprocessing.get_context("fork")
+    turn = fork.Value("i", 0)
+    workers = [fork.Process(target=compile_all, args=(found, options.capability, turn)) for _ in range(options.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    sys.exit(any(worker.exitcode for worker in workers))
+
+
+def compile_all(found: list[tuple[str, Launch]], capability: int, turn: Any) -> None:
+    """Compile launches and print a line of JSON for each, sharing them with other processes: `turn` is the next."""
+    while True:
+        with turn.get_lock():
+            index = turn.value
+            turn.value += 1
+        if index >= len(found):
+            return
+        name, launch = found[index]
+        row = {"variant": name, "kernel": launch.kernel.__name__, "capability": capability}
+        row["triton"] = triton.__version__
+        try:
+            row |= compile_launch(launch, capability)
+        except Exception as error:
+            row["error"] = explain(error)
+        os.write(1, f"{json.dumps(row)}\n".encode())  # whole lines of all processes
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ class Scene:
     Attributes:
         rows: Rows of every sequence.
         lengths: Tokens of every sequence, the rows included.
+        poisoned: Every stored byte is 0xFF at first; else memory that nobody reads is not touched.
+        poisoned: Every stored byte is 0xFF at first; else memory nobody reads is not touched.
     """
 
     kind: Any
@@ -35,6 +37,7 @@ class Scene:
     seed: int = 0
     device: str = "cpu"
     spread: float = 1.0
+    poisoned: bool = True
     pools: Pools = field(init=False)
     step: Any = field(init=False)
 
@@ -48,7 +51,7 @@ class Scene:
         )  # fmt: skip
         self.pools = Pools(plan, self.device)
         self.random = torch.Generator().manual_seed(self.seed)
-        for slab in self.pools.slabs:
+        for slab in self.pools.slabs if self.poisoned else ():
             slab.bytes[: slab.committed_bytes].fill_(0xFF)  # NaN in every float format
         permuted = torch.randperm(blocks, generator=self.random).tolist()
         width = max(-(-n // self.tokens_per_block) for n in self.lengths)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,14 +11,22 @@ from scene import Scene
 
 from kvpool.backends.base import Attention
 from kvpool.codecs import CODECS
-from kvpool.kinds import IndexerKind, KVKind, LatentKind, Lifetime
+from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, StateKind
 from kvpool.layout import LAYOUTS
+from kvpool.plan import make_plan
+from kvpool.pools import Pools
+from kvpool.spec import CacheSpec
 
 Run = Callable[[Any], None]
 DECODE = {"rows": (1, 1), "lengths": (4000, 700)}
 PREFILL = {"rows": (512, 300), "lengths": (512, 700)}
 KV_CODECS = [name for name in CODECS if not name.startswith("index")]
 INDEX_CODECS = [name for name in CODECS if name.startswith("index")]
+GQA, MLA, INDEX = KVKind(8, 128), LatentKind(512, 64), IndexerKind(128)
+BF16 = {"dtype": torch.bfloat16, "tokens_per_block": 64, "poisoned": False}
+SPLIT = {"latent": "fp8", "rope": "bf16"}
+#: Codecs of keys and of values that differ in what products are made in, in scales and in packing.
+MIXED = (("fp8", "nvfp4"), ("int8", "bf16"), ("fp16", "fp8-tensor"))
 
 
 def backend(target: Any) -> Any:
@@ -43,12 +52,16 @@ def attend(target: Any, scene: Scene, k: tuple[Any, ...], v: Any, v_dim: int, he
     made.attend(q, k, v, v_dim, scene.step, Attention(dim**-0.5, scene.lifetime, **options), out, lse)
 
 
-def write_and_read(target: Any, scene: Scene, *names: str) -> None:
-    made = begin(target, scene)
-    for part in scene.parts(*names):
+def write_and_read(kind: Any, common: dict[str, Any], name: str) -> Run:
+    def run(target: Any) -> None:
+        scene = Scene(kind, **common, **DECODE)
+        made = begin(target, scene)
+        (part,) = scene.parts(name)
         x = torch.empty((scene.step.total_tokens, part.num_heads, part.vector.dim), dtype=scene.dtype)
         made.write((part,), (x,), scene.step)
         made.read(part, scene.step.groups[part.group].slots, torch.empty_like(x))
+
+    return run
 
 
 def kv(scene: Scene, heads: int, **options: Any) -> Run:
@@ -80,6 +93,18 @@ def score(scene: Scene, heads: int) -> Run:
     return run
 
 
+def states(shape: tuple[int, ...], codec: str) -> Run:
+    def run(target: Any) -> None:
+        spec = CacheSpec((LayerSpec((StateKind("ssm", shape),)),), max_seq_len=512)
+        pools = Pools(make_plan(spec, codec={"ssm": codec}, num_blocks=4))
+        part, made = pools.part(0, "ssm"), backend(target)
+        slots = torch.zeros(2, dtype=torch.int32)
+        made.write_states(part, slots, torch.empty((2, part.vector.dim), dtype=torch.bfloat16))
+        made.read_states(part, slots)
+
+    return run
+
+
 def copies(scene: Scene) -> Run:
     def run(target: Any) -> None:
         made = begin(target, scene)
@@ -97,61 +122,90 @@ def options() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     yield "softcap", {}, {"softcap": 30.0}
     yield "sinks", {}, {"sinks": torch.zeros(32)}
     yield "tree", {}, {"tree": torch.zeros((812, 5), dtype=torch.int64)}
+    yield "sparse", {}, {"indices": torch.zeros((812, 512), dtype=torch.int64)}
     yield "blocks of 16", {"tokens_per_block": 16}, {}
     yield "blocks of 128", {"tokens_per_block": 128}, {}
     yield "fp16 query", {"dtype": torch.float16}, {}
     yield "fp32 query", {"dtype": torch.float32}, {}
 
 
-def variants(full: bool) -> Iterator[tuple[str, Run]]:
-    """Yield (name, call). The quick choice has every codec and every kind once; `full` their product."""
-    gqa, mla = KVKind(8, 128), LatentKind(512, 64)
-    bf16 = {"dtype": torch.bfloat16, "tokens_per_block": 64}
-    layouts = list(LAYOUTS) if full else list(LAYOUTS)[:1]
-    for layout in layouts:
-        for codec in KV_CODECS:
-            common = {"codec": codec, "layout": layout, **bf16}
-            yield f"write kv {codec} {layout}", lambda t, c=common: write_and_read(t, Scene(gqa, **c, **DECODE), "k")
-            yield f"decode kv {codec} {layout}", kv(Scene(gqa, **common, **DECODE), 32)
-            if full:
-                yield f"prefill kv {codec} {layout}", kv(Scene(gqa, **common, **PREFILL), 32)
-                yield (
-                    f"write latent {codec} {layout}",
-                    lambda t, c=common: write_and_read(t, Scene(mla, **c, **DECODE), "latent"),
-                )
-                for heads in (16, 128):
-                    yield (
-                        f"decode latent {codec} {layout} {heads} heads",
-                        latent(Scene(mla, **common, **DECODE), heads, "latent"),
-                    )
-                yield f"prefill latent {codec} {layout}", latent(Scene(mla, **common, **PREFILL), 16, "latent")
-    index = (mla, IndexerKind(128))
-    for layout in layouts:
-        for codec in INDEX_CODECS if full else INDEX_CODECS[:1]:
-            scene = Scene(index, {"latent": "fp8", "rope": "bf16", "index": codec}, layout, **bf16, **DECODE)
-            yield f"write index {codec} {layout}", lambda t, s=scene: write_and_read(t, s, "index")
-            yield f"score {codec} {layout}", score(scene, 64)
-            if full:
-                prefill = Scene(index, {"latent": "fp8", "rope": "bf16", "index": codec}, layout, **bf16, **PREFILL)
-                yield f"score prefill {codec} {layout}", score(prefill, 64)
-    for name, changes, asked in options() if full else []:
-        for shape_name, shape in (("decode", DECODE), ("prefill", PREFILL)):
-            for codec in ("bf16", "fp8", "nvfp4"):
-                scene = Scene(gqa, codec, **{**bf16, **shape, **changes})
+def choose(everything: Iterable[Any], turn: int, full: bool) -> list[Any]:
+    """Return all, or one of them by turns, so that each meets everything it is combined with."""
+    found = list(everything)
+    return found if full else [found[turn % len(found)]]
+
+
+def formats(full: bool) -> Iterator[tuple[str, Run]]:
+    """Yield writing, reading and attending of every codec, for every kind and number of rows."""
+    makers: list[tuple[str, Callable[[Any], Run]]] = [
+        ("write kv", lambda common: write_and_read(GQA, common, "k")),
+        ("write latent", lambda common: write_and_read(MLA, common, "latent")),
+        ("prefill kv", lambda common: kv(Scene(GQA, **common, **PREFILL), 32)),
+        ("decode kv", lambda common: kv(Scene(GQA, **common, **DECODE), 32)),
+        ("verify 5 kv", lambda common: kv(Scene(GQA, **common, rows=(5, 1), lengths=(4000, 700)), 32)),
+        ("verify 9 kv", lambda common: kv(Scene(GQA, **common, rows=(9, 1), lengths=(4000, 700)), 32)),
+        ("decode latent of 16 heads", lambda common: latent(Scene(MLA, **common, **DECODE), 16, "latent")),
+        ("decode latent of 128 heads", lambda common: latent(Scene(MLA, **common, **DECODE), 128, "latent")),
+        ("prefill latent", lambda common: latent(Scene(MLA, **common, **PREFILL), 16, "latent")),
+    ]
+    for turn, codec in enumerate(KV_CODECS):
+        for index, (name, make) in enumerate(makers):
+            if not full and name.startswith("verify") and (index + turn // 2) % 2:
+                continue
+            for layout in choose(LAYOUTS, turn + index, full):
+                yield f"{name} {codec} {layout}", make({"codec": codec, "layout": layout, **BF16})
+    for turn, codec in enumerate(INDEX_CODECS):
+        stored = {"latent": "fp8", "rope": "bf16", "index": codec}
+        for layout in choose(LAYOUTS, turn, full):
+            common = {"codec": stored, "layout": layout, **BF16}
+            yield f"write index {codec} {layout}", write_and_read((MLA, INDEX), common, "index")
+            for name, shape in (("score", DECODE), ("score prefill", PREFILL)):
+                yield f"{name} {codec} {layout}", score(Scene((MLA, INDEX), **common, **shape), 64)
+    for shape in ((128, 64, 128), (8192, 3), (3, 8192)):  # a scan, and convolutions either way round
+        for codec in ("fp32", "bf16", "int8") if shape[-1] > 3 else ("fp32", "bf16"):  # no wide load of 3 codes
+            yield f"state {shape} {codec}", states(shape, codec)
+    mixed = itertools.product(KV_CODECS, KV_CODECS) if full else MIXED
+    for k, v in mixed:
+        yield f"decode kv {k}+{v}", kv(Scene(GQA, {"k": k, "v": v}, **BF16, **DECODE), 32)
+
+
+def asked(full: bool) -> Iterator[tuple[str, Run]]:
+    """Yield everything an attention call may ask, in few rows and in many, in formats of each kind."""
+    for turn, (name, changes, given) in enumerate(options()):
+        for index, (shape_name, shape) in enumerate((("decode", DECODE), ("prefill", PREFILL))):
+            for codec in choose(("bf16", "fp8", "nvfp4"), turn + index, full):
+                scene = Scene(GQA, codec, **{**BF16, **shape, **changes})
                 rows = scene.step.total_tokens
-                given = {k: v[:rows] if k == "tree" else v for k, v in asked.items()}
-                yield f"{shape_name} {codec} {name}", kv(scene, 32, **given)
-    split = {"latent": "fp8", "rope": "bf16"}
+                cut = {k: v[:rows] if k in ("tree", "indices") else v for k, v in given.items()}
+                yield f"{shape_name} {codec} {name}", kv(scene, 32, **cut)
     indices = torch.zeros((2, 2048), dtype=torch.int64)
-    for codec in ("bf16", "fp8", split):
-        scene = Scene(mla, codec, **bf16, **DECODE)
-        parts = ("latent", "rope") if codec is split else ("latent",)
-        name = "fp8+bf16" if codec is split else codec
-        for heads in (16, 128) if full else (128,) if codec is split else ():
-            yield f"decode latent {name} {heads} heads", latent(scene, heads, *parts)
-            yield f"sparse latent {name} {heads} heads", latent(scene, heads, *parts, indices=indices)
-    yield "copies", copies(Scene(gqa, "fp8", **bf16, **DECODE))
-    if full:
-        for dim in (32, 64, 80, 96, 192, 256):
-            for shape_name, shape in (("decode", DECODE), ("prefill", PREFILL)):
-                yield f"{shape_name} head of {dim}", kv(Scene(KVKind(4, dim), "bf16", **bf16, **shape), 20)
+    for codec in ("bf16", "fp8", SPLIT):
+        name, parts = ("fp8+bf16", ("latent", "rope")) if codec is SPLIT else (codec, ("latent",))
+        for heads in (16, 128):
+            scene = Scene(MLA, codec, **BF16, **DECODE)
+            yield f"sparse latent {name} of {heads} heads", latent(scene, heads, *parts, indices=indices)
+            if codec is SPLIT:
+                yield f"decode latent {name} of {heads} heads", latent(scene, heads, *parts)
+
+
+def shapes(full: bool) -> Iterator[tuple[str, Run]]:
+    """Yield head sizes and groups of other sizes than the usual."""
+    both = (("decode", DECODE), ("prefill", PREFILL))
+    for turn, dim in enumerate((32, 64, 80, 96, 192, 256)):
+        for name, shape in choose(both, turn, full):
+            yield f"{name} head of {dim}", kv(Scene(KVKind(4, dim), "bf16", **BF16, **shape), 20)
+    for turn, group in enumerate((1, 8, 71)):
+        for codec in choose(("fp8", "nvfp4", "bf16"), turn, full):
+            yield f"decode {codec} group of {group}", kv(Scene(KVKind(1, 64), codec, **BF16, **DECODE), group)
+
+
+def variants(full: bool) -> Iterator[tuple[str, Run]]:
+    """Yield (name, call).
+
+    The ordinary choice has every codec with every kind and number of rows in one layout, by turns, and every option
+    once for few and once for many rows; `full` has their products.
+    """
+    yield from formats(full)
+    yield from asked(full)
+    yield from shapes(full)
+    yield "copies", copies(Scene(GQA, "fp8", **BF16, **DECODE))
