@@ -64,7 +64,7 @@ class Bench:
         total = sum(rows)
         tables.slots[:total] = np.concatenate(slots)
         decision = SimpleNamespace(sequences=tuple(range(len(lengths))), total_tokens=total, num_samples=0)
-        self.step = Step(self.buffers, decision, lambda *_: None)
+        self.step = Step(self.buffers, decision, lambda *_: None).start()
         self.backend.begin(self.step)
         self.parts = {name: self.pools.part(0, name) for pool in self.plan.groups[0].pools for name in pool.parts}
         for part in self.parts.values():

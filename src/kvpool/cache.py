@@ -39,6 +39,9 @@ class KVCache(LayerAccess):
         model: What tells these weights from all others; needed with a disk, as blocks are of use to no other model.
         host_codec: Format of the blocks below the device, smaller than the device's; what comes back has its error.
 
+    Attributes:
+        has_tiers: There are tiers below the device.
+
     Invariants: no address, stride or capacity changes while the cache lives; one thread opens steps.
     """
 
@@ -61,11 +64,13 @@ class KVCache(LayerAccess):
     ) -> None:
         super().__init__(plan, device, backend, num_threads=num_threads, touch=touch)
         self._tiers = tier_options(plan, host_size, disk, disk_size, model, host_codec, device)
+        self.has_tiers = self._tiers is not None
         self._below: Below | None = None
         self.ledger = Ledger(plan, clock=clock or time.monotonic, policy=policy, offer=self._tiers is not None)
         self._turn = 0
-        self._open_steps = 0
-        self._elastic = Elastic(plan, self.ledger, self.pools, self.backend, self._save, lambda: self._open_steps > 0)
+        self._open: list[Step] = []
+        self._unknown: list[Step] = []  # whose samples `extend` was not told; oldest first
+        self._elastic = Elastic(plan, self.ledger, self.pools, self.backend, self._save, lambda: bool(self._open))
         if scales is not None:
             self.set_scales(scales)
 
@@ -114,8 +119,11 @@ class KVCache(LayerAccess):
         drafts: Mapping[Sequence, tuple[SequenceOf[int], SequenceOf[int] | None]] | None = None,
         commit: bool = True,
         pad_to: tuple[int, int] | None = None,
+        start: bool = True,
     ) -> Step:
         """Open a step: match, allocate all or nothing, copy what is written while shared, fill the tensors.
+
+        Two may be open. They run and end in the order they were opened, and if one fails the next is cancelled.
 
         Args:
             items: `(sequence, most tokens to compute)`, served in this order.
@@ -123,20 +131,36 @@ class KVCache(LayerAccess):
                 follows (-1: the last known token; None: each the one before). None is kept unless `accept` says so.
             commit: Make filled blocks matchable when the step ends.
             pad_to: (sequences, tokens) to give the tensors, whatever the step has; rows behind it write nothing.
+            start: Touch the device now; else whoever runs the step calls its `start`, after the one before has run.
 
         Raises:
             OutOfBlocks: Not all sequences fit; nothing has changed.
+            KVError: A token is not known and was not sampled by the last step; `resolve` it first.
         """
         buffers = self._buffers[self._turn]
         given = {self._handle(seq): entry for seq, entry in drafts.items()} if drafts else None
         decision = self._begin(self._handles(items), buffers, given, commit)
+        try:
+            last = self._unknown[-1] if self._unknown else None
+            after = last if last is not None and buffers.point_at_samples(decision, last.decision) else None
+            step = Step(buffers, decision, self._close, pad_to, self._carry_out, after)
+        except Exception:
+            self._abort(decision)
+            raise
         self._turn ^= 1
-        self._open_steps += 1
-        for group, copies in decision.copies_by_group():
-            self.backend.copy(self.pools, group, copies)
-        step = Step(buffers, decision, self._close, pad_to)
-        self.backend.begin(step)
+        self._open.append(step)
+        if start:
+            try:
+                step.start()
+            except BaseException:
+                step.close(failed=True)
+                raise
         return step
+
+    def _carry_out(self, step: Step) -> None:
+        for group, copies in step.decision.copies_by_group():
+            self.backend.copy(self.pools, group, copies)
+        self.backend.begin(step)
 
     def _handle(self, sequence: Sequence) -> int:
         """Return a sequence's id in this cache's ledger; `KVError` for one of another cache, whose ids are others."""
@@ -189,26 +213,49 @@ class KVCache(LayerAccess):
         return self._elastic.fits(handles[:count])
 
     def _close(self, step: Step, failed: bool) -> None:
-        self._open_steps -= 1
         if failed:
-            self.ledger.abort_step(step.decision)
-            if self._below is not None:
-                for admission in step.decision.admitted:
-                    self._below.opened(admission.sequence)
+            self._abort(step.decision)
         else:
             self.ledger.end_step(step.decision)
+            self._open.remove(step)
         self._elastic.settle()
 
-    def extend(self, step: Step, token_ids: torch.Tensor | SequenceOf[int]) -> None:
+    def _abort(self, decision: StepDecision) -> None:
+        """Undo a step and those opened after it."""
+        self.ledger.abort_step(decision)
+        gone = [step for step in self._open if step.decision.step >= decision.step]
+        self._open = [step for step in self._open if step not in gone]
+        self._unknown = [step for step in self._unknown if step not in gone]
+        for step in gone:
+            step.open = False
+        if self._below is not None:
+            for undone in [step.decision for step in gone] or [decision]:
+                for admission in undone.admitted:
+                    self._below.opened(admission.sequence)
+
+    def extend(self, step: Step, token_ids: torch.Tensor | SequenceOf[int] | None) -> None:
         """Append one token to every sequence the step has a sample for.
+
+        Args:
+            token_ids: `[num_samples]`, in the order of `step.sample_seqs`. None for tokens that are known later: the
+                next step takes them from `step.next_ids`, and `resolve` says what they are.
+        """
+        if token_ids is None:
+            self.ledger.extend(step.decision, None)
+            self._unknown.append(step)
+        else:
+            self.ledger.extend(step.decision, _samples(step, token_ids))
+
+    def resolve(self, step: Step, token_ids: torch.Tensor | SequenceOf[int]) -> None:
+        """Say what the tokens are that `extend(step, None)` appended; after the step's end only if all of them live.
 
         Args:
             token_ids: `[num_samples]`, in the order of `step.sample_seqs`.
         """
-        ids = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else list(token_ids)
-        if len(ids) != step.num_samples:
-            raise LayoutError(f"extend needs one token a sample: {step.num_samples}, got {len(ids)}")
-        self.ledger.extend(step.decision, ids)
+        if step not in self._unknown:
+            raise KVError("resolve needs a step that extend(step, None) was called for, once")
+        self.ledger.resolve(step.decision, _samples(step, token_ids))
+        self._unknown.remove(step)
 
     def accept(self, sequence: Sequence, indices: SequenceOf[int]) -> None:
         """Keep these drafts of the last step, in order, and drop the rest; their slots move in all planes and layers.
@@ -336,3 +383,10 @@ class KVCache(LayerAccess):
         self._elastic.check()
         if self._below is not None:
             self._below.check()
+
+
+def _samples(step: Step, token_ids: torch.Tensor | SequenceOf[int]) -> list[int]:
+    ids = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else list(token_ids)
+    if len(ids) != step.num_samples:
+        raise LayoutError(f"a step needs one token a sample: {step.num_samples}, got {len(ids)}")
+    return ids

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
@@ -108,6 +109,26 @@ class StepBuffers:
             for table in (g.block_table, g.read_slots, g.write_slots):
                 table[num_sequences:rows] = -1
 
+    def point_at_samples(self, decision: StepDecision, last: StepDecision) -> bool:
+        """Write `-1 - i` for every unknown token that is sample `i` of the step before.
+
+        Returns:
+            Whether there are any.
+
+        Raises:
+            KVError: An unknown token is not one of its samples.
+        """
+        ids, starts = self.arrays.token_ids, self.arrays.cu_seqlens[: len(decision.sequences) + 1]
+        rows = np.flatnonzero(ids[: decision.total_tokens] < 0)
+        owners = np.searchsorted(starts, rows, side="right") - 1
+        samples = {sequence: i for i, sequence in enumerate(last.sampled)}
+        for row, owner in zip(rows.tolist(), owners.tolist(), strict=True):
+            sequence = decision.sequences[owner]
+            if sequence not in samples:
+                raise KVError(f"sequence {sequence} has an unknown token of a step before the last; resolve it first")
+            ids[row] = -1 - samples[sequence]
+        return len(rows) > 0
+
     def upload(self) -> None:
         """Bring the arrays to the device."""
         if self._staging is not None:
@@ -117,7 +138,16 @@ class StepBuffers:
 class Step:
     """One forward pass: what to compute, where to write, what to read. A context manager.
 
-    Leaving it makes its tokens computed; an exception inside leaves every sequence as it was.
+    Leaving it makes its tokens computed; an exception inside leaves every sequence as it was, and cancels a step that
+    was opened after this one.
+
+    Args:
+        buffers: Filled by the ledger.
+        decision: What the ledger decided.
+        close: Called once, with the step and whether it failed, as it ends.
+        pad_to: (sequences, tokens) to give the tensors.
+        carry_out: Does on the device what must be done before anything of the step runs.
+        after: The step whose samples are unknown tokens of this one: token id `-1 - i` is its `next_ids[i]`.
 
     Attributes:
         device: Where its tensors are, and those of its calls must be.
@@ -125,6 +155,9 @@ class Step:
         num_sequences: S; of a padded step, what it is padded to.
         total_tokens: T; of a padded step, what it is padded to.
         padded: Its tensors have the extents asked for, whatever it computes.
+        open: It has not ended yet, and was not cancelled.
+        next_ids: `[num_samples]` int64 on its device: what was sampled, for a next step that is opened before the ids
+            are known; set by whoever samples.
         done: On CUDA, after its end: recorded behind its work, for other streams to wait for.
     """
 
@@ -134,6 +167,8 @@ class Step:
         decision: StepDecision,
         close: Callable[[Step, bool], None],
         pad_to: tuple[int, int] | None = None,
+        carry_out: Callable[[Step], None] | None = None,
+        after: Step | None = None,
     ) -> None:
         self.buffers = buffers
         self.device = buffers.device
@@ -142,13 +177,32 @@ class Step:
         self.total_tokens = int(decision.total_tokens)
         self.num_samples = decision.num_samples
         self.padded = pad_to is not None
+        self.next_ids: torch.Tensor | None = None
         self.done: torch.cuda.Event | None = None
         if pad_to is not None:
             buffers.pad(self.num_sequences, self.total_tokens, self.num_samples, pad_to)
             self.num_sequences, self.total_tokens = pad_to
-        buffers.upload()
         self.open = True
-        self._close = close
+        self._close, self._carry_out, self._after = close, carry_out, after
+
+    def start(self) -> Self:
+        """Make everything ready on the device; called once, before anything else of the step runs.
+
+        Steps start in the order they were opened: this one's copies and tensors may be what an older one still reads.
+
+        Raises:
+            KVError: It has tokens that the step before samples, and that one has no `next_ids` yet.
+        """
+        self.buffers.upload()
+        if self._after is not None:
+            if self._after.next_ids is None:
+                raise KVError("a step computes what the one before it samples; set that one's next_ids first")
+            ids = self.token_ids
+            ids.copy_(torch.where(ids < 0, self._after.next_ids[(-1 - ids).clamp(min=0)], ids))
+            self._after = None
+        if self._carry_out is not None:
+            self._carry_out(self)
+        return self
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -243,14 +297,15 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        if self.open or kind is None:
+            self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
         """End the step: commit what it computed, or undo it when it failed."""
         if not self.open:
-            raise KVError("this step has ended already; open a new one with cache.step(...)")
-        self.open = False
+            raise KVError("this step has ended already, or fell with the one before it; open one with cache.step(...)")
         if self.buffers.token_ids.is_cuda:
             self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.done.record()
         self._close(self, failed)
+        self.open = False

@@ -17,6 +17,7 @@ from kvpool.pools import Part
 from kvpool.sequence import Sequence
 from kvpool.step import Step
 
+from . import in_flight  # noqa: F401  (registers its operation)
 from .operations import OPERATIONS
 from .world import Case, Fault, Storm
 

@@ -115,7 +115,7 @@ def test_a_recorded_step_answers_for_any_contents_of_its_size(lifetime: Lifetime
                         part.planes[name].tensor[slots // N, :, slots % N] = values
             pad = graphs.pad_to([1] * len(lengths))
             assert pad is not None
-            step = Step(b, decision, lambda *_: None, pad)
+            step = Step(b, decision, lambda *_: None, pad).start()
             backend.begin(step)
             rows = step.token_ids[: len(lengths)]
             x[: len(lengths)] = torch.stack([embedding[rows, 0], embedding[rows, 1], embedding[rows, 2]], 1)
@@ -154,7 +154,7 @@ def test_padded_rows_write_nothing_and_see_nothing() -> None:
     fill(buffers, [30, 40, 50, 60], 0)
     buffers.arrays.groups[0].slots[:] = 7
     decision = fill(buffers, [3, 4], 1)
-    step = Step(buffers, decision, lambda *_: None, (4, 6))
+    step = Step(buffers, decision, lambda *_: None, (4, 6)).start()
     tables = step.groups[0]
     assert tables.slots.tolist()[2:] == [-1] * 4
     assert tables.seq_lens.tolist() == [3, 4, 0, 0]

@@ -135,7 +135,12 @@ class Elastic:
         return work()
 
     def fits(self, items: list[tuple[int, int]]) -> int:
-        """Return how many leading items a step would take, memory moved between groups where that helps."""
+        """Return how many leading items a step would take, memory moved between groups where that helps.
+
+        None beside an open step while a resize waits: with one always open, it would wait for ever.
+        """
+        if self._wanted_bytes is not None and self._busy():
+            return 0
         count = self._ledger.fits(items)
         for _ in range(2 * len(self.plan.groups)):
             if count == len(items) or not self._move_memory(self._ledger.missing(items)):
