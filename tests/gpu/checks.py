@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "triton")]
@@ -24,6 +25,7 @@ from kvpool.backends.base import Attention  # noqa: E402
 from kvpool.backends.reference import ReferenceBackend  # noqa: E402
 from kvpool.backends.triton import TritonBackend  # noqa: E402
 from kvpool.codecs import CODECS  # noqa: E402
+from kvpool.engine import Engine, Params, Sampling  # noqa: E402
 from kvpool.engine.graphs import CudaRecorder, DecodeGraphs  # noqa: E402
 from kvpool.kinds import FULL, IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime  # noqa: E402
 from kvpool.layout import LAYOUTS  # noqa: E402
@@ -207,7 +209,7 @@ def high_ids(device: str) -> None:
     tables.block_table[0, :2] = last - 1, last
     tables.slots[:20] = [(last - 1) * 16 + i for i in range(20)]
     buffers.arrays.num_tokens[0], buffers.arrays.cu_seqlens[1], tables.seq_lens[0] = 20, 20, 20
-    step = Step(buffers, SimpleNamespace(sequences=(0,), total_tokens=20, num_samples=0), lambda *_: None)
+    step = Step(buffers, SimpleNamespace(sequences=(0,), total_tokens=20, num_samples=0), lambda *_: None).start()
     backend.begin(step)
     x = torch.randn(3, 20, 8, 128, generator=torch.Generator().manual_seed(0))
     x = x.to(torch.bfloat16).to(device)
@@ -301,7 +303,7 @@ def graphs(device: str) -> None:
         x.copy_(made)
         count = len(lengths)
         decision = SimpleNamespace(sequences=tuple(range(count)), total_tokens=count, num_samples=count)
-        step = Step(b, decision, lambda *_: None, recorded.pad_to([1] * count))
+        step = Step(b, decision, lambda *_: None, recorded.pad_to([1] * count)).start()
         backend.begin(step)
         got = recorded.forward(step)[:count].clone()
         tables = SimpleNamespace(
@@ -321,8 +323,31 @@ def graphs(device: str) -> None:
         close(got, want, torch.bfloat16, f"replayed step {turn}")
 
 
+def steps_in_flight(device: str) -> None:
+    """The engine's answers do not depend on how many steps are in flight, with prompts cut in chunks."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.3, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval().to(device)
+    spec = CacheSpec.from_config(model.config)
+    plan = make_plan(spec, num_blocks=64, codec="fp32", tokens_per_block=16, max_seq_len=256, max_step_tokens=64)
+    prompts = torch.randint(3, 512, (5, 70)).tolist()
+    words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)), eos_token_id=None)
+    answers = []
+    for depth in (1, 2):
+        engine = Engine(model, words, plan, device=device, steps_in_flight=depth)
+        params = [Params(12 + i, Sampling(temperature=0.7 * (i == 4), seed=i), frozenset()) for i in range(5)]
+        answers.append([answer.token_ids for answer in engine.generate(prompts, params)])
+        engine.cache.check()
+        assert engine.cache.stats().used == 0
+    assert answers[0] == answers[1]
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
-    f.__name__: f for f in (formats, attention, heads, options, latents, sparse, indexer, high_ids, memory, graphs)
+    f.__name__: f
+    for f in (formats, attention, heads, options, latents, sparse, indexer, high_ids, memory, graphs, steps_in_flight)
 }
 #: On a GPU the longest are cut, so that their kernels are compiled by several processes at once.
 GPU_CHECKS: dict[str, Callable[[str], None]] = {

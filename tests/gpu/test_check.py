@@ -31,7 +31,7 @@ def test_everything_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert not done.returncode, done.stdout + done.stderr
     checks = json.loads((tmp_path / "gpu-check.json").read_text())["checks"]
     assert all(c["result"] == "ok" for c in checks)
-    assert len(checks) == 12
+    assert len(checks) == 13
     assert json.loads((tmp_path / "gpu-dry-run.json").read_text())["attention"]
 
 

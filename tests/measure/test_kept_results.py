@@ -21,7 +21,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["decode_profile", "decode_caches", "growth_vs_llamacpp"])
+@pytest.mark.parametrize("name", ["decode_profile", "decode_caches", "growth_vs_llamacpp", "steps_in_flight"])
 def test_the_table_of_a_document_is_the_one_of_the_results(name: str) -> None:
     benchmark = load(name)
     assert benchmark.table(json.loads(benchmark.RESULTS.read_text())) in benchmark.DOCS.read_text()

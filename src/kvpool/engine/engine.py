@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import torch
 from kvpool import log
 from kvpool.cache import KVCache
 from kvpool.engine.detokenizer import Detokenizer
+from kvpool.engine.flight import Flight, Landed, Lane, fetch
 from kvpool.engine.graphs import DecodeGraphs
 from kvpool.engine.request import Answer, Event, Params, Request
 from kvpool.engine.sampler import Sampler, sample
 from kvpool.engine.scheduler import Scheduler
 from kvpool.errors import KVError, OutOfBlocks
 from kvpool.plan import Plan
+from kvpool.step import Step
 from kvpool.transformers import PackedCache, register_attention
 
 _log = logging.getLogger("kvpool.engine")
@@ -58,6 +61,8 @@ class Engine:
         backend: Of the cache it makes.
         num_threads: Of the cache it makes.
         device: Of the cache it makes; the model's. On CUDA, decode steps are captured once a size and replayed.
+        steps_in_flight: 2 plans a step while the one before runs, whose tokens stay on the device until then; on a CPU
+            that runs on a thread of its own. By default 2 on CUDA, else 1. With tiers below the device it is 1.
         clock: Seconds, monotonic.
 
     One thread calls `step`, `stream` and `generate`; see `kvpool.serve` for use from many.
@@ -73,6 +78,7 @@ class Engine:
         backend: str = "auto",
         num_threads: int | None = None,
         device: str = "cpu",
+        steps_in_flight: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model.set_attn_implementation(register_attention())
@@ -83,8 +89,12 @@ class Engine:
         self.scheduler = Scheduler(self.cache)
         self.timing = Timing()
         self._packed = PackedCache(self.cache, model)
-        replay = self.cache.backend.replayable and torch.device(self.cache.device).type == "cuda"
+        cuda = torch.device(self.cache.device).type == "cuda"
+        replay = self.cache.backend.replayable and cuda
         self._graphs = DecodeGraphs(self._packed.forward, plan.max_sequences) if replay else None
+        self.steps_in_flight = _in_flight(steps_in_flight, cuda, self.cache)
+        self._lane = Lane(threaded=self.steps_in_flight > 1 and not cuda)
+        self._flights: deque[Flight] = deque()
         self._clock = clock
         #: Called after every step that computed something, with its share of `Timing.scheduler_s`.
         self.on_step: Callable[[float], None] | None = None
@@ -139,6 +149,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is not None and not request.finish_reason:
             self._finish(request, "abort")
+            self._drain()
 
     def answer(self, request_id: int) -> Answer:
         """Return a finished request and forget it.
@@ -155,41 +166,106 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True when no request waits or runs and every event was returned."""
-        return not (self.scheduler.running or self.scheduler.waiting or self._pending)
+        return not (self.scheduler.running or self.scheduler.waiting or self._pending or self._flights)
 
     # --- running --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Run one forward pass and return what came of it."""
-        started, cpu_started = time.perf_counter(), time.thread_time()
+        """Run one forward pass, or plan the next one while it runs, and return what came of it."""
+        started, cpu_started, spent = time.perf_counter(), time.thread_time(), self._lane.spent_s
         self._expire()
-        items = self._schedule()
-        if items:
-            by_sequence = {r.sequence.id: r for r, _ in items if r.sequence is not None}
-            pad_to = self._graphs.pad_to([tokens for _, tokens in items]) if self._graphs else None
-            pairs = [(r.sequence, tokens) for r, tokens in items if r.sequence is not None]
-            with self.cache.step(pairs, pad_to=pad_to) as step:
-                before = time.thread_time()
-                logits = self._graphs.forward(step) if self._graphs else self._packed.forward(step)
-                forward_s = time.thread_time() - before
-            now = self._clock()
-            num_tokens = step.buffers.arrays.num_tokens[: len(step.sequences)].tolist()
-            for sequence, rows in zip(step.sequences, num_tokens, strict=True):
-                request = by_sequence[sequence]
-                request.computed_tokens += rows
-                if not request.admitted and request.sequence is not None:
-                    request.admit(now, request.sequence.num_computed_tokens - rows)
-            sampled = [by_sequence[sequence] for sequence in step.decision.sampled]
-            before = time.thread_time()
-            ids = sample(logits, [r.sampler for r in sampled])
-            sampling_s = time.thread_time() - before
-            self.cache.extend(step, ids)
-            for request, token in zip(sampled, ids, strict=True):
-                self._take(request, token)
-            self._count(step.decision.total_tokens, len(ids), time.perf_counter() - started)
-            self._share(time.thread_time() - cpu_started, forward_s, sampling_s)
+        while len(self._flights) < self.steps_in_flight:
+            items = self._schedule()
+            if not items:
+                break
+            self._launch(items)
+        if self._flights:
+            self._land(started)
+            self._drain()
+            scheduler_s = time.thread_time() - cpu_started - (self._lane.spent_s - spent)
+            self.timing.scheduler_s += scheduler_s
+            if self.on_step:
+                self.on_step(scheduler_s)
         events, self._pending = self._pending, []
         return events
+
+    def _launch(self, items: list[tuple[Request, int]]) -> None:
+        """Open a step and hand its pass to the lane; its samples are tokens nobody knows yet."""
+        by_sequence = {r.sequence.id: r for r, _ in items if r.sequence is not None}
+        pad_to = self._graphs.pad_to([tokens for _, tokens in items]) if self._graphs else None
+        pairs = [(r.sequence, tokens) for r, tokens in items if r.sequence is not None]
+        step = self.cache.step(pairs, pad_to=pad_to, start=False)
+        try:
+            sampled = tuple(by_sequence[sequence] for sequence in step.decision.sampled)
+            before = self._flights[-1] if self._flights else None
+            samplers = [request.sampler for request in sampled]
+            landing = self._lane.submit(lambda: self._pass(step, samplers), before)
+            self.cache.extend(step, None)
+        except BaseException:
+            step.close(failed=True)
+            raise
+        rows = step.buffers.arrays.num_tokens[: len(step.sequences)].tolist()
+        requests = tuple((by_sequence[sequence], n) for sequence, n in zip(step.sequences, rows, strict=True))
+        for request, n in requests:
+            request.rows += n
+        for request in sampled:
+            request.samples += 1
+        self._flights.append(Flight(step, requests, sampled, landing))
+
+    def _pass(self, step: Step, samplers: list[Sampler]) -> Landed:
+        """Compute a step and choose its tokens; on the lane."""
+        step.start()
+        started = time.thread_time()
+        logits = self._graphs.forward(step) if self._graphs else self._packed.forward(step)
+        between = time.thread_time()
+        step.next_ids = sample(logits, samplers)
+        ids, arrived = fetch(step.next_ids)
+        return Landed(ids, arrived, between - started, time.thread_time() - between)
+
+    def _land(self, started: float) -> None:
+        """Wait for the oldest pass, end its step and give its requests their tokens."""
+        flight = self._flights[0]
+        try:
+            landed, ids = self._lane.wait(flight.landing)
+        except Exception:
+            self._fall()
+            raise
+        self.cache.resolve(flight.step, ids)
+        flight.step.close()
+        self._flights.popleft()
+        now, computed, taken = self._clock(), 0, 0
+        for request, rows in flight.requests:
+            request.rows -= rows
+            if request.finish_reason:
+                continue  # it ended while this was computed
+            computed += rows
+            request.computed_tokens += rows
+            if not request.admitted and request.sequence is not None:
+                request.admit(now, request.sequence.num_computed_tokens - rows)
+        for request, token in zip(flight.sampled, ids, strict=True):
+            request.samples -= 1
+            if not request.finish_reason:
+                taken += 1
+                self._take(request, token)
+        self.timing.forward_s += landed.forward_s
+        self.timing.sampling_s += landed.sampling_s
+        self._count(computed, taken, time.perf_counter() - started)
+
+    def _fall(self) -> None:
+        """Undo every open step, as the oldest failed; their requests are as they were before."""
+        for flight in self._flights:
+            flight.landing.exception()  # waits: nothing may run while blocks are given back
+            for request, rows in flight.requests:
+                request.rows -= rows
+            for request in flight.sampled:
+                request.samples -= 1
+        self._flights[0].step.close(failed=True)
+        self._flights.clear()
+
+    def _drain(self) -> None:
+        """End the steps that nobody waits for any more."""
+        while self._flights and not self.scheduler.running:
+            self._land(time.perf_counter())
 
     def stream(
         self, prompts: SequenceOf[str | SequenceOf[int]], params: Params | SequenceOf[Params] | None = None
@@ -225,7 +301,7 @@ class Engine:
     def _schedule(self) -> list[tuple[Request, int]]:
         while True:
             try:
-                return self.scheduler.schedule()
+                return self.scheduler.schedule(in_flight=bool(self._flights))
             except OutOfBlocks as error:
                 stuck = next(r for r in self.scheduler.running if r.sequence and r.sequence.id in error.sequences)
                 self._finish(stuck, "error", str(error))
@@ -257,15 +333,6 @@ class Engine:
         self._pending.append(Event(request.id, token, text + request.detokenizer.finish(), reason, error))
         if _log.isEnabledFor(logging.INFO):
             _log_request(request)
-
-    def _share(self, total_s: float, forward_s: float, sampling_s: float) -> None:
-        """Add up whose CPU time a step was."""
-        timing, scheduler_s = self.timing, total_s - forward_s - sampling_s
-        timing.forward_s += forward_s
-        timing.sampling_s += sampling_s
-        timing.scheduler_s += scheduler_s
-        if self.on_step:
-            self.on_step(scheduler_s)
 
     def _count(self, computed: int, sampled: int, seconds: float) -> None:
         timing = self.timing
@@ -301,6 +368,14 @@ def _log_request(request: Request) -> None:
 
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 3)
+
+
+def _in_flight(asked: int | None, cuda: bool, cache: KVCache) -> int:
+    if asked not in (None, 1, 2):
+        raise KVError(f"steps_in_flight must be 1 or 2, got {asked}")
+    if asked == 2 and cache.has_tiers:  # what comes up for a step would be written while the one before still runs
+        raise KVError("two steps in flight need a cache without tiers below its device; use steps_in_flight=1")
+    return asked or (2 if cuda and not cache.has_tiers else 1)
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -55,6 +55,8 @@ class Request:
         computed_tokens: Rows computed for it, over all admissions.
         recomputed_tokens: How many of those preemption cost: what was computed before and not found again. Negative
             when others had computed more of the same meanwhile.
+        rows: Tokens of it in open steps.
+        samples: Tokens of it that open steps sample: its sequence has them, and nobody knows them yet.
         lost_tokens: Computed tokens it gave back at its last preemption, until it is admitted again.
         num_preemptions: How often it gave its blocks back to others.
         finish_reason: `stop`, `length`, `abort`, `deadline` or `error`; empty while it runs.
@@ -69,6 +71,8 @@ class Request:
     arrived_s: float
     sequence: Sequence | None = None
     token_ids: list[int] = field(default_factory=list)
+    rows: int = 0
+    samples: int = 0
     admitted: bool = False
     admitted_s: float | None = None
     cached_tokens: int = 0
@@ -80,6 +84,14 @@ class Request:
     last_token_s: float | None = None
     finish_reason: str = ""
     error: str = ""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of its sequence for the next steps to compute; 0 when open steps give the last it asked for."""
+        assert self.sequence is not None
+        if len(self.token_ids) + self.samples == self.params.max_new_tokens:
+            return 0
+        return len(self.sequence) - self.sequence.num_computed_tokens - self.rows
 
     def admit(self, now: float, found: int) -> None:
         """Note how many tokens its sequence found, in the step that admitted it."""

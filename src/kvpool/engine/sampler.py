@@ -56,7 +56,7 @@ class Sampler:
     def __call__(self, logits: torch.Tensor) -> int:
         """Choose a token from `logits [vocabulary]`."""
         if self.sampling.temperature == 0:
-            return best(logits[None])[0]
+            return int(best(logits[None])[0])
         ids, probabilities = distribution(logits, self.sampling)
         below = probabilities.cumsum(0)
         drawn = torch.rand(1, generator=self._generator) * below[-1]
@@ -105,17 +105,15 @@ def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([above, np.flatnonzero(values == least)[: keep - len(above)]]))
 
 
-def best(logits: torch.Tensor) -> list[int]:
-    """Return the best token of every row of `logits [S, vocabulary]`; the first of equals."""
+def best(logits: torch.Tensor) -> torch.Tensor:
+    """Return the best token of every row of `logits [S, vocabulary]`, where they are; the first of equals."""
     if logits.device.type == "cpu":  # numpy looks at many numbers at once where torch looks at one
-        found: list[int] = logits.float().numpy().argmax(-1).tolist()
-    else:
-        found = logits.argmax(-1).tolist()
-    return found
+        return torch.from_numpy(logits.float().numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
-def sample(logits: torch.Tensor, samplers: list[Sampler]) -> list[int]:
-    """Choose one token for each row of `logits [S, vocabulary]`; greedy rows in one call."""
+def sample(logits: torch.Tensor, samplers: list[Sampler]) -> torch.Tensor:
+    """Choose one token for each row of `logits [S, vocabulary]`: `[S]` int64 there; greedy rows in one call."""
     chosen = best(logits)
     for row, sampler in enumerate(samplers):
         if sampler.sampling.temperature > 0:

@@ -54,8 +54,12 @@ class Scheduler:
             request.sequence.release(keep=keep)
             request.sequence = None
 
-    def schedule(self) -> list[tuple[Request, int]]:
+    def schedule(self, *, in_flight: bool = False) -> list[tuple[Request, int]]:
         """Return `(request, most tokens to compute)` for the next step; newcomers in it count as running.
+
+        Args:
+            in_flight: A step is open. Who runs and does not fit beside it waits for its end: nothing is returned, and
+                nobody is preempted.
 
         Raises:
             OutOfBlocks: A request that runs alone does not fit any more; `.sequences` names it.
@@ -63,10 +67,12 @@ class Scheduler:
         while True:
             items = self._running_items()
             newcomers = [] if self._full else self.waiting[: self.cache.plan.max_sequences - len(items)]
-            candidates = [*items, *((r, _remaining(r)) for r in newcomers)]
+            candidates = [*items, *((r, r.remaining) for r in newcomers)]
             fitting = self.cache.fits([(r.sequence, tokens) for r, tokens in candidates if r.sequence is not None])
             if fitting >= len(items):
                 break
+            if in_flight:
+                return []
             self._preempt()
         admitted = newcomers[: fitting - len(items)]
         self.running += admitted
@@ -75,13 +81,15 @@ class Scheduler:
 
     def _running_items(self) -> list[tuple[Request, int]]:
         """Running requests for which the step has room, decode rows first: they are short."""
-        self.running.sort(key=lambda r: (_remaining(r) > 1, r.order))
+        self.running.sort(key=lambda r: (r.remaining > 1, r.order))
         items, room = [], self.cache.plan.max_step_tokens
         for request in self.running[: self.cache.plan.max_sequences]:
             if room == 0:
                 break
-            items.append((request, min(_remaining(request), room)))
-            room -= items[-1][1]
+            tokens = min(request.remaining, room)
+            if tokens:
+                items.append((request, tokens))
+                room -= tokens
         return items
 
     def _preempt(self) -> None:
@@ -106,9 +114,3 @@ class Scheduler:
         request.sequence = self.cache.sequence(
             [*request.prompt_ids, *request.token_ids], salt=request.params.salt, retention=request.params.retention
         )
-
-
-def _remaining(request: Request) -> int:
-    """Known tokens of a request that are not computed."""
-    assert request.sequence is not None
-    return len(request.sequence) - request.sequence.num_computed_tokens
