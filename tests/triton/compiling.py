@@ -124,7 +124,7 @@ def resources(asm: dict[str, Any], capability: int) -> dict[str, int]:
             source = Path(folder) / "kernel.ptx"
             source.write_text(asm["ptx"])
             arch = f"-arch=sm_{capability}{'a' if capability >= 90 else ''}"
-            for name in ("ptxas-blackwell", "ptxas"):  # newer PTX is refused by the older one
+            for name in ("ptxas", "ptxas-blackwell"):  # the older one refuses what is meant for the newer
                 command = [tool(name), arch, "-v", str(source), "-o", str(cubin)]
                 done = subprocess.run(command, capture_output=True, text=True)
                 if not done.returncode:
@@ -155,7 +155,7 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
         **resources(compiled.asm, capability),
         "wide_loads": len(WIDE_LOAD.findall(ptx)),
         "loads": len(LOAD.findall(ptx)),
-        "dots": len(re.findall(r"(?:mma\.sync|wgmma\.mma_async)[\w.]*", ptx)),
+        "dots": len(re.findall(r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.]*", ptx)),
         "wgmma": "wgmma.mma_async" in ptx,
         "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
         "flushed": len(re.findall(r"\.ftz\.", ptx)),
@@ -177,9 +177,9 @@ def find_launches(capability: int, only: str, full: bool) -> list[tuple[str, Lau
     """Return the launches that compile to different code, with the name of the first variant to make them."""
     from variants import variants
 
-    from kvpool.backends.triton.launch import Target
+    from kvpool.backends.triton.target import Target
 
-    target = Target(False, 2 if capability >= 89 else 1, 132)
+    target = Target.of(capability, 132)
     found: dict[str, tuple[str, Launch]] = {}
     for name, run in variants(full):
         if re.search(only, name):

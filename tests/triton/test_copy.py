@@ -36,3 +36,10 @@ def test_copies_that_depend_on_each_other_are_not_made_at_once() -> None:
     assert batches([(1, 2), (3, 1)]) == [[(1, 2)], [(3, 1)]]  # writes what is read
     assert batches([(1, 2), (3, 2)]) == [[(1, 2)], [(3, 2)]]  # the last one wins
     assert batches([]) == []
+
+
+def test_no_launch_has_more_copies_than_a_grid_s_axis_can_be_long() -> None:
+    pairs = [(i, 100_000 + i) for i in range(70_000)]
+    cut = batches(pairs)
+    assert [len(batch) for batch in cut] == [65_535, 4_465]
+    assert [pair for batch in cut for pair in batch] == pairs

@@ -23,10 +23,8 @@ from kvpool.backends.triton.launch import (
     AttendArguments,
     PartArguments,
     Shape,
-    Target,
     attend_arguments,
     choose_shape,
-    find_target,
     option_constants,
     part_arguments,
     power,
@@ -35,6 +33,7 @@ from kvpool.backends.triton.launch import (
 )
 from kvpool.backends.triton.score import score_kernel
 from kvpool.backends.triton.states import state_arguments
+from kvpool.backends.triton.target import Target, find_target
 from kvpool.backends.triton.work import StepWork
 from kvpool.backends.triton.write import read_kernel, write_kernel
 from kvpool.codecs import Counts
@@ -45,6 +44,8 @@ from kvpool.step import Step, StepBuffers
 
 #: Words of 8 bytes a program of the copy kernel moves.
 COPY_WORDS = 2048
+#: Pairs of one launch: CUDA's limit on the second axis of a grid.
+MAX_PAIRS = 65_535
 #: Vectors of a token that are decoded at a time on their way to another format.
 CONVERT_TOKENS = 16384
 #: Programs wanted for each multiprocessor, so that it has another to run while one waits for memory.
@@ -188,6 +189,7 @@ class TritonBackend:
             work.max_rows,
             sparse > 0,
             options.tree is not None,
+            self.target.tile_rows,
         )
         q = _transform_query(q, k)
         back = v.constants.smoothing is not None or v.constants.rotation
@@ -344,12 +346,13 @@ class TritonBackend:
 
 
 def batches(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Cut copies that are meant one after another into lists whose copies may run at once."""
+    """Cut copies that are meant one after another into lists whose copies may run at once, each a launch."""
     out: list[list[tuple[int, int]]] = []
     sources: set[int] = set()
     destinations: set[int] = set()
     for source, destination in pairs:
-        if not out or source in destinations or destination in destinations or destination in sources:
+        full = not out or len(out[-1]) == MAX_PAIRS
+        if full or source in destinations or destination in destinations or destination in sources:
             out.append([])
             sources, destinations = set(), set()
         out[-1].append((source, destination))

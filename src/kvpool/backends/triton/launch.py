@@ -6,15 +6,13 @@ Everything here depends on the plan, not on a step, and is worked out once a par
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from kvpool.backends.base import Attention
-from kvpool.codecs import jit
+from kvpool.backends.triton.target import Target
 from kvpool.dtypes import dtype
 from kvpool.errors import UnsupportedError
 from kvpool.pools import Part, Plane
@@ -23,30 +21,8 @@ from kvpool.pools import Part, Plane
 TYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The device kernels are launched on.
-
-    Attributes:
-        interpreted: Kernels run in Triton's interpreter, where bf16 arithmetic is wrong and casts truncate.
-        hardware: What converts elements: 0 the interpreter, 1 a GPU, 2 a GPU that knows E4M3 (compute capability
-            8.9 and later).
-        num_processors: Multiprocessors.
-    """
-
-    interpreted: bool
-    hardware: int
-    num_processors: int
-
-    @property
-    def cast(self) -> Any:
-        """The device function that rounds fp32 to a plain type."""
-        return jit.cast_interpreted if self.interpreted else jit.cast
-
-
 #: Widest piece of a vector that goes through the tensor cores at once: more would need more registers than there are.
 PIECE = 128
-INTERPRETER = Target(True, 0, 4)
 
 
 def power(n: int, least: int = 1) -> int:
@@ -173,8 +149,9 @@ class Shape:
 
 
 def choose_shape(
-    group: int, key_width: int, v_width: int, narrow: bool, exactly: bool, max_rows: int, sparse: bool, tree: bool
-) -> Shape:
+    group: int, key_width: int, v_width: int, narrow: bool, exactly: bool, max_rows: int, sparse: bool, tree: bool,
+    tile_rows: int = 128,
+) -> Shape:  # fmt: skip
     """Choose tile sizes; the compile tests hold them to no spilled register.
 
     Args:
@@ -186,9 +163,10 @@ def choose_shape(
         max_rows: Most rows any sequence of the step has.
         sparse: Rows have slots of their own, so that a tile is one token.
         tree: Rows have masks, words of which are read for every row and token: drafts are few.
+        tile_rows: Most rows of a tile on this target.
     """
     wide = max(key_width, v_width) > 256
-    most = 16 if exactly else 32 if wide or tree else 128
+    most = 16 if exactly else 32 if wide or tree else tile_rows
     block_m = min(power(group if sparse else group * max_rows, 16), most)
     tile_heads = min(group, block_m)
     tile_tokens = 1 if sparse else block_m // tile_heads
@@ -197,8 +175,8 @@ def choose_shape(
     if wide:
         return Shape(block_m, 32 if narrow and block_m > 16 else 64, tile_heads, tile_tokens, 8, 2)
     long = key_width > 128
-    block_n = 32 if long and block_m == 128 else 64
-    return Shape(block_m, block_n, tile_heads, tile_tokens, 8 if block_m == 128 else 4, 2 if long else 3)
+    block_n = 32 if long and block_m == tile_rows else 64
+    return Shape(block_m, block_n, tile_heads, tile_tokens, 8 if block_m == tile_rows else 4, 2 if long else 3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +189,6 @@ class AttendArguments:
         r_factor: Constant scale of the second piece over the first's.
         v_constant: Constant scale of V.
         constants: Constant parameters that depend on neither options nor tile sizes.
-        dtype: Element type of the products.
         key_width: Elements of a key, padded.
         v_width: Elements of a value, padded.
     """
@@ -221,12 +198,10 @@ class AttendArguments:
     r_factor: float
     v_constant: float
     constants: dict[str, Any]
-    dtype: torch.dtype
     key_width: int
     v_width: int
     group: int
     num_heads: int
-    num_q_heads: int
     table_group: int
 
 
@@ -322,12 +297,10 @@ def attend_arguments(
         rest.constant / first.constant,
         values.constant,
         constants,
-        dot,
         key_width,
         constants["V_TOTAL"],
         num_q_heads // v.num_heads,
         v.num_heads,
-        num_q_heads,
         v.group,
     )
 
@@ -381,19 +354,3 @@ def option_constants(options: Attention, has_lse: bool) -> dict[str, Any]:
         "SPARSE": options.indices is not None,
         "TREE": options.tree is not None,
     }
-
-
-@cache
-def find_target(device: torch.device | str) -> Target:
-    """Return what is known of a device.
-
-    Raises:
-        UnsupportedError: It is no CUDA device, and kernels are not interpreted.
-    """
-    if isinstance(jit.cast, triton.runtime.JITFunction):
-        if torch.device(device).type != "cuda":
-            raise UnsupportedError(f"backend 'triton' runs on cuda, not on {str(device)!r}")
-        properties = torch.cuda.get_device_properties(device)
-        capability = 10 * properties.major + properties.minor
-        return Target(False, 2 if capability >= 89 else 1, properties.multi_processor_count)
-    return INTERPRETER
