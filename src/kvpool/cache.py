@@ -63,7 +63,7 @@ class KVCache(LayerAccess):
         host_codec: str | None = None,
     ) -> None:
         super().__init__(plan, device, backend, num_threads=num_threads, touch=touch)
-        self._tiers = tier_options(plan, host_size, disk, disk_size, model, host_codec, device)
+        self._tiers = tier_options(plan, host_size, disk, disk_size, model, host_codec)
         self.has_tiers = self._tiers is not None
         self._below: Below | None = None
         self.ledger = Ledger(plan, clock=clock or time.monotonic, policy=policy, offer=self._tiers is not None)

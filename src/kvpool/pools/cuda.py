@@ -202,6 +202,24 @@ class CudaDriver:
         return made
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class CudaPinning:
+    """Pins host memory with the CUDA runtime that torch brings."""
+
+    def pin(self, address: int, size: int) -> None:
+        error = _runtime().cudaHostRegister(address, size, 0)
+        if int(error):
+            raise KVError(
+                f"cannot pin {size} bytes of host memory: {error}; lower the host budget or raise `ulimit -l`"
+            )
+
+    def unpin(self, address: int) -> None:
+        _runtime().cudaHostUnregister(address)
+
+
 class PlainMemory:
     """One allocation of the whole range, where addresses and memory cannot be had apart."""
 

@@ -110,6 +110,50 @@ class CpuMemory:
             )
 
 
+class Pinning(Protocol):
+    """The calls that let a device copy from and to host memory by itself."""
+
+    def pin(self, address: int, size: int) -> None:
+        """Pin pages; raises `KVError` when the system refuses."""
+
+    def unpin(self, address: int) -> None:
+        """Undo one `pin`."""
+
+
+class PinnedMemory(CpuMemory):
+    """Pages that are pinned while they are committed.
+
+    Invariants: what is given back was committed by one call; no page is given back before it is unpinned.
+    """
+
+    def __init__(self, reserved_bytes: int, calls: Pinning) -> None:
+        super().__init__(reserved_bytes)
+        self._calls = calls
+        self._pinned: dict[int, tuple[int, weakref.finalize[..., PinnedMemory]]] = {}
+
+    def commit(self, start: int, stop: int) -> None:
+        super().commit(start, stop)
+        if start < stop:
+            self._calls.pin(self.address + start, stop - start)
+            # Run before the pages are unmapped: of an object's finalizers the last made is the first called.
+            self._pinned[start] = stop, weakref.finalize(self, self._calls.unpin, self.address + start)
+
+    def decommit(self, start: int, stop: int) -> None:
+        if start < stop:
+            end, unpin = self._pinned.pop(start, (start, None))
+            if end != stop or unpin is None:
+                raise KVError(f"bytes [{start}, {stop}) were not pinned by one call")
+            unpin()
+        super().decommit(start, stop)
+
+
+def reserve_pinned(reserved_bytes: int) -> Memory:
+    """Reserve host memory that a CUDA device copies from and to by itself."""
+    from kvpool.pools.cuda import CudaPinning
+
+    return PinnedMemory(reserved_bytes, CudaPinning())
+
+
 def reserve(device: str, reserved_bytes: int) -> Memory:
     """Reserve an address range on a device (`cpu`, `cuda`, `cuda:1`)."""
     kind = device.partition(":")[0]

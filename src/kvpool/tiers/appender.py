@@ -9,7 +9,8 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from kvpool.tiers.base import Batch, Pieces, memory, move, payload_bytes, reason
+from kvpool.tiers.base import Batch, Pieces, memory, payload_bytes, reason
+from kvpool.tiers.pieces import move
 from kvpool.tiers.segment import ALIGN, encode_record, header_bytes, padded
 
 _log = logging.getLogger("kvpool.tiers.disk")

@@ -19,7 +19,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
-from kvpool._native import copy_bytes
 from kvpool.errors import PlanMismatch, TierError
 
 #: Memory of a block, in order: `(address, bytes)` pairs. One for most groups, one a layer for a layer-first group.
@@ -374,25 +373,3 @@ def reason(error: OSError) -> str:
 def payload_bytes(pieces: Pieces) -> int:
     """Sum the bytes of a block's pieces."""
     return sum(size for _, size in pieces)
-
-
-def move(source: Pieces, target: Pieces) -> None:
-    """Copy a block between two places of equal size that may be cut differently; releases the GIL in each copy.
-
-    Raises:
-        TierError: The sizes differ.
-    """
-    if payload_bytes(source) != payload_bytes(target):
-        raise TierError(
-            f"a block of {payload_bytes(source)} bytes does not fit {payload_bytes(target)} bytes of memory"
-        )
-    outs = iter(target)
-    out, room = 0, 0
-    for address, size in source:
-        while size:
-            if not room:
-                out, room = next(outs)
-                continue
-            step = min(size, room)
-            copy_bytes(out, address, step)
-            address, out, size, room = address + step, out + step, size - step, room - step

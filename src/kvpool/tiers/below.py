@@ -23,6 +23,7 @@ from kvpool.tiers.doors import CodecDoor, Door, SlabDoor
 from kvpool.tiers.host import HostTier
 from kvpool.tiers.identity import block_identity
 from kvpool.tiers.loads import Chain, Load
+from kvpool.tiers.mover import mover_for
 from kvpool.tiers.transfer import Transfer
 
 Items = list[tuple[int, int]]
@@ -63,7 +64,6 @@ def tier_options(
     disk_size: int | str | None,
     model: str,
     codec: str | None,
-    device: str,
 ) -> TierOptions | None:
     """Read what a cache is asked for below its device; None for nothing. Budgets of the plan are the defaults.
 
@@ -87,11 +87,6 @@ def tier_options(
         raise UnsupportedError(
             f"tiers below the device keep no recurrent states yet ({', '.join(states)}), and attention blocks are of no"
             " use without the state at their end; leave host and disk out for this model"
-        )
-    if device != "cpu":
-        raise UnsupportedError(
-            f"tiers below the device copy between host addresses, and this cache is on {device!r}; leave host and disk"
-            " out there"
         )
     if codec is not None and get_codec(codec).constant_scale:
         raise UnsupportedError(
@@ -308,6 +303,6 @@ def open_below(plan: Plan, pools: Pools, ledger: Ledger, backend: Backend, optio
     identity = block_identity(door.plan, door.constants, options.model, origin=door.origin)
     sizes = [group.bytes_per_block for group in door.plan.groups]
     host_bytes = max(STAGING_BYTES, 4 * max(sizes)) if options.host_bytes is None else options.host_bytes
-    host = HostTier(host_bytes, sizes, identity)
+    host = HostTier(host_bytes, sizes, identity, mover_for(pools.device, door.pools.slabs))
     disk = None if options.disk is None else DiskTier(options.disk, identity, size_bytes=options.disk_bytes)
     return Below(plan, ledger, Transfer(door, host, disk))

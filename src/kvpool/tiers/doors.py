@@ -30,12 +30,14 @@ class Door(Protocol):
 
     Attributes:
         plan: Of the blocks as tiers hold them.
+        pools: Memory they lie in on their way.
         constants: What their bytes depend on besides the plan.
         num_blocks: The most that pass at once.
         origin: What they were converted from, for their identity; empty when they are the device's own.
     """
 
     plan: Plan
+    pools: Pools
     constants: dict[tuple[int, str], Constants]
     num_blocks: int
     origin: str
@@ -58,6 +60,7 @@ class SlabDoor:
 
     def __init__(self, plan: Plan, pools: Pools) -> None:
         self.plan = plan
+        self.pools = pools
         self.constants = pools.constants
         self._bases = [slab.address for slab in pools.slabs]
 
@@ -96,7 +99,7 @@ class CodecDoor:
             tp_size=plan.tp_size,
             layers=plan.layers or None,
         )
-        rows = Pools(self.plan, pools.device)
+        rows = self.pools = Pools(self.plan, pools.device)
         self.constants = rows.constants
         for constants in self.constants.values():
             constants.freeze()
@@ -137,6 +140,7 @@ class CodecDoor:
         n = self.plan.groups[group].tokens_per_block
         pairs = [(b, row) for row, ((g, b), want) in enumerate(zip(blocks, wanted, strict=True)) if want and g == group]
         ids = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2, 1) * n + torch.arange(n)  # [blocks, 2, N]
+        ids = ids.to(self.pools.slabs[group].bytes.device)
         return ids[:, 0].flatten(), ids[:, 1].flatten()
 
 

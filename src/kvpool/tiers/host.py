@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import TierError
-from kvpool.pools.memory import PAGE_BYTES, reserve
+from kvpool.pools.memory import PAGE_BYTES
 from kvpool.tiers.base import (
     HIT,
     MISS,
@@ -28,9 +28,9 @@ from kvpool.tiers.base import (
     Status,
     Ticket,
     TierStats,
-    move,
     payload_bytes,
 )
+from kvpool.tiers.mover import Copies, HostMover, Mover
 from kvpool.tiers.order import EvictionOrder
 
 #: A block may be cut into at most about so many units; smaller units waste less at its end and cost more copies.
@@ -68,12 +68,13 @@ def unit_bytes(block_bytes: Sequence[int]) -> int:
 
 
 class HostTier:
-    """Blocks in host memory, copied in by `put` and out by `get` on the caller's thread, at memory speed.
+    """Blocks in host memory, copied in by `put` and out by `get` at memory speed; both return when that is done.
 
     Args:
         budget_bytes: The most memory it takes.
         block_bytes: Bytes of a block of each group.
         identity: Of all its blocks.
+        mover: Copies blocks in and out; by default between addresses of the host.
 
     Invariants: every unit is free or belongs to one slot; only published slots without pins are given up; free units
     are handed out last vacated first.
@@ -81,8 +82,11 @@ class HostTier:
 
     name = "host"
 
-    def __init__(self, budget_bytes: int, block_bytes: Sequence[int], identity: Identity) -> None:
+    def __init__(
+        self, budget_bytes: int, block_bytes: Sequence[int], identity: Identity, mover: Mover | None = None
+    ) -> None:
         self.identity = identity
+        self._mover = HostMover() if mover is None else mover
         self._block_bytes = tuple(block_bytes)
         self._unit = unit_bytes(block_bytes)
         num_units = budget_bytes // self._unit
@@ -92,7 +96,7 @@ class HostTier:
                 f"a host tier of {budget_bytes} bytes holds no block of {max(block_bytes)} bytes; give at least"
                 f" {largest * self._unit} bytes, or leave it out"
             )
-        self._memory = reserve("cpu", num_units * self._unit)
+        self._memory = self._mover.reserve(num_units * self._unit)
         self._memory.commit(0, self._memory.reserved_bytes)
         self._num_units = num_units
         self._free = list(range(num_units - 1, -1, -1))
@@ -119,17 +123,43 @@ class HostTier:
         with self._lock:
             for entry, _ in reversed(batch):  # the start of a prefix ends as the newest
                 self._order.touch(entry.id, entry.priority)
-        for index, (entry, pieces) in enumerate(batch):
-            outcome = Outcome(Status.LATE, "deadline passed") if ticket.expired() else self._read(entry, pieces)
-            ticket.finish(index, self._counters.outcome(outcome, payload_bytes(pieces)))
+        copies = self._mover.copies()
+        outcomes: list[Outcome] = []
+        try:
+            for entry, pieces in batch:
+                late = ticket.expired()
+                outcomes.append(Outcome(Status.LATE, "deadline passed") if late else self._read(entry, pieces, copies))
+        finally:
+            copies.wait()
+            for (entry, _), outcome in zip(batch, outcomes, strict=False):
+                if outcome is HIT:
+                    self.unpin(entry.id)
+        for index, outcome in enumerate(outcomes):
+            ticket.finish(index, self._counters.outcome(outcome, payload_bytes(batch[index][1])))
         return ticket
 
     def put(self, batch: Batch, *, deadline_s: float | None = 0.0, notify: Notify | None = None) -> Ticket:
         """Copy blocks in, giving others up where there is no room; done when it returns."""
         ticket = Ticket(len(batch), notify)
-        for index, (entry, pieces) in enumerate(batch):
-            outcome = self._write(entry, pieces)
-            ticket.finish(index, self._counters.outcome(outcome, payload_bytes(pieces)))
+        copies = self._mover.copies()
+        begun: dict[BlockId, int] = {}
+        outcomes: list[Outcome] = []
+        try:
+            for entry, pieces in batch:
+                outcomes.append(self._write(entry, pieces, copies, begun))
+            copies.wait()
+        except BaseException:
+            copies.wait()
+            for block in begun:
+                self.abandon(block)
+            raise
+        with self._lock:
+            for block, size in begun.items():
+                self.publish(block)
+                self.unpin(block)
+                self._counters.add("written_bytes", size)
+        for index, outcome in enumerate(outcomes):
+            ticket.finish(index, self._counters.outcome(outcome, payload_bytes(batch[index][1])))
         return ticket
 
     def renew(self, entries: Sequence[Entry]) -> list[bool]:
@@ -287,40 +317,42 @@ class HostTier:
             self._order.remove(slot.entry.id)
         self._free.extend(reversed(slot.units))
 
-    def _read(self, entry: Entry, pieces: Pieces) -> Outcome:
+    def _read(self, entry: Entry, pieces: Pieces, copies: Copies) -> Outcome:
+        """Start copying a block out; on HIT it stays pinned."""
         found = self.pin(entry.id)
         if found is None:
             return MISS
         stored, source = found
         try:
             fields = stored.differing(entry)
-            if fields:
-                return Outcome(Status.MISMATCH, f"stored with other {', '.join(fields)}")
-            move(source, pieces)
-        finally:
+            if not fields:
+                copies.start(source, pieces)
+                return HIT
+        except BaseException:
             self.unpin(entry.id)
-        return HIT
+            raise
+        self.unpin(entry.id)
+        return Outcome(Status.MISMATCH, f"stored with other {', '.join(fields)}")
 
-    def _write(self, entry: Entry, pieces: Pieces) -> Outcome:
+    def _write(self, entry: Entry, pieces: Pieces, copies: Copies, begun: dict[BlockId, int]) -> Outcome:
+        """Start copying a block in, and note it in `begun` with its bytes; one that is there is not written again."""
         expected = self._block_bytes[entry.group] if entry.group < len(self._block_bytes) else 0
         if payload_bytes(pieces) != expected:
             raise TierError(f"a block of group {entry.group} has {expected} bytes, got {payload_bytes(pieces)}")
         with self._lock:
-            slot = self._published(entry.id)
+            slot = self._slots.get(entry.id) if entry.id in begun else self._published(entry.id)
             if slot is not None:
                 fields = slot.entry.differing(entry)
                 if fields:
                     return Outcome(Status.MISMATCH, f"stored with other {', '.join(fields)}")
-                self._order.touch(entry.id, entry.priority)
+                if slot.published:
+                    self._order.touch(entry.id, entry.priority)
                 return STORED
             if entry.id in self._slots:
                 return Outcome(Status.REFUSED, "another call is writing or dropping it")
             target = self.reserve(entry, expected)
-        if target is None:
-            return Outcome(Status.REFUSED, "closed" if self._closed else "every block is being copied")
-        move(pieces, target)
-        with self._lock:
-            self.publish(entry.id)
-            self.unpin(entry.id)
-        self._counters.add("written_bytes", expected)
+            if target is None:
+                return Outcome(Status.REFUSED, "closed" if self._closed else "every block is being copied")
+            begun[entry.id] = expected
+        copies.start(pieces, target)
         return STORED
