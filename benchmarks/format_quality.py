@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "format_quality.json"
 DOCS = ROOT / "docs" / "choosing-a-format.md"
 MARKS = ("<!-- format_quality: made by benchmarks/format_quality.py -->", "<!-- end of format_quality -->")
-OPTIONS = ("", "+smoothing", "+rotation", "+smoothing+rotation")
+OPTIONS = ("", "+smoothing", "+rotation", "+smoothing+rotation", "+mixing+rotation")
 CODECS = ",".join(
     [
         *(f"{codec}{option}" for codec in ("int8", "fp8", "nvfp4-token") for option in OPTIONS),

@@ -79,7 +79,8 @@ void make_workers(PyWorkers* self, int num_threads, int isa) {
 
 void make_store(PyStore* self, int codec, int num_heads, const std::vector<int>& segments, int tokens_per_block,
                 int64_t num_blocks, const Strides& data, const std::optional<Strides>& scale,
-                const std::optional<Strides>& block_scale, float constant_scale, uintptr_t smoothing, bool rotation) {
+                const std::optional<Strides>& block_scale, float constant_scale, uintptr_t smoothing, bool rotation,
+                uintptr_t mix_store, uintptr_t mix_restore, uintptr_t mix_ask) {
   need(codec >= 0 && codec < kNumCodecs, "unknown codec code " + std::to_string(codec));
   need(num_heads >= 1, "num_heads must be positive, got " + std::to_string(num_heads));
   need(tokens_per_block >= 2 && std::has_single_bit(static_cast<unsigned>(tokens_per_block)),
@@ -106,6 +107,9 @@ void make_store(PyStore* self, int codec, int num_heads, const std::vector<int>&
   s.constant_scale = constant_scale;
   s.smoothing = pointer<const float>(smoothing);
   s.rotation = rotation;
+  s.mix_store = pointer<const float>(mix_store);
+  s.mix_restore = pointer<const float>(mix_restore);
+  s.mix_ask = pointer<const float>(mix_ask);
   int common = 0;
   for (int segment : segments) common = std::gcd(common, segment);
   s.rotation_block = common & -common;
@@ -166,6 +170,7 @@ void make_attention(PyAttention* self, const std::vector<const PyStore*>& k, con
   need(!v.rotation || v_dim % v.rotation_block == 0, "v_dim must be a multiple of the rotation block " +
                                                          std::to_string(v.rotation_block) + ", got " +
                                                          std::to_string(v_dim));
+  need(v.mix_restore == nullptr, "mixing is for keys; values can have smoothing or rotation");
   new (self) PyAttention();
   self->args.num_k = static_cast<int>(k.size());
   for (size_t i = 0; i < k.size(); ++i) self->args.k[i] = k[i];
@@ -300,7 +305,7 @@ void bind_kernels(nb::module_& m) {
       .def("__init__", &make_store, nb::arg("codec"), nb::arg("num_heads"), nb::arg("segments"),
            nb::arg("tokens_per_block"), nb::arg("num_blocks"), nb::arg("data"), nb::arg("scale").none() = nb::none(),
            nb::arg("block_scale").none() = nb::none(), nb::arg("constant_scale") = 1.0f, nb::arg("smoothing") = 0,
-           nb::arg("rotation") = false)
+           nb::arg("rotation") = false, nb::arg("mix_store") = 0, nb::arg("mix_restore") = 0, nb::arg("mix_ask") = 0)
       .def("counters", [](const PyStore& s) {
         return std::tuple(__atomic_load_n(&s.counts.saturated, __ATOMIC_RELAXED),
                           __atomic_load_n(&s.counts.flushed, __ATOMIC_RELAXED),

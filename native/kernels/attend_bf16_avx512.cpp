@@ -10,7 +10,7 @@ constexpr int kMaxPiece = 128;  // elements the kernels of a format take at a ti
 
 struct Bf16Work {
   FewRows keys, values;  // what serves K and V
-  // Queries that smoothing or rotation changed are the sum of two bf16 numbers, so that nothing is lost.
+  // Queries that maps changed are the sum of two bf16 numbers, so that nothing is lost.
   bool two_parts;
   uint16_t *q, *q_rest, *p;  // [heads][num_queries], in the order of `keys`; [kFewRows][64]
   float *s, *s_rest;         // [kFewRows][64]
@@ -155,7 +155,7 @@ inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, int h, uint
 
 inline void carve_bf16(Work& w, Bf16Work& b, Scratch& scratch) {
   const Store& k = *w.args->k[0];
-  b.two_parts = k.smoothing != nullptr || k.rotation;
+  b.two_parts = k.has_maps();
   b.keys = few_rows(k, w.rows);
   b.values = few_rows(*w.args->v, w.rows);
   b.num_queries = 2 * b.keys.rows * round_up(w.k_dim, b.keys.dims);

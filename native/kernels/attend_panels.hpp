@@ -25,7 +25,7 @@ struct ValuePart {
 };
 
 struct Panels {
-  // Queries that smoothing or rotation changed are the sum of two bf16 numbers, so that nothing is lost.
+  // Queries that maps changed are the sum of two bf16 numbers, so that nothing is lost.
   bool two_parts;
   bool direct;  // few rows: rows of tokens are multiplied where they lie, nothing is packed
   int num_keys, num_values, num_factors;
@@ -59,8 +59,7 @@ inline bool has_segment_scales(const Store& s) {
 // The parts of keys and values, from the scales their stores have.
 inline void plan_parts(Work& w, Panels& b) {
   const AttendArgs& a = *w.args;
-  b.two_parts =
-      a.k[0]->smoothing != nullptr || a.k[0]->rotation || (a.num_k > 1 && (a.k[1]->smoothing || a.k[1]->rotation));
+  b.two_parts = a.k[0]->has_maps() || (a.num_k > 1 && a.k[1]->has_maps());
   b.num_keys = b.num_values = b.num_factors = 0;
   int at = 0;
   for (int i = 0; i < a.num_k; ++i) {

@@ -56,10 +56,10 @@ concept EncodesBf16 = requires(const Store& s, const uint16_t* x, Place at) { Co
 template <CodecId codec>
 void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
   const Store& s = *a.store;
-  if (codec == plain_codec(a.src.dtype) && s.smoothing == nullptr && !s.rotation) return copy_rows(a, begin, end);
+  if (codec == plain_codec(a.src.dtype) && !s.has_maps()) return copy_rows(a, begin, end);
 #if defined(__AVX512BF16__)
   if constexpr (EncodesBf16<codec>) {
-    if (a.src.dtype == DType::bf16 && s.smoothing == nullptr && !s.rotation && Codec<codec>::fits_bf16(s)) {
+    if (a.src.dtype == DType::bf16 && !s.has_maps() && Codec<codec>::fits_bf16(s)) {
       const int64_t last = s.tokens_per_block - 1;
       for (int64_t t = begin; t < end; ++t)
         for (int h = 0; a.slots[t] >= 0 && h < s.num_heads; ++h)

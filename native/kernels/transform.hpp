@@ -1,5 +1,5 @@
-// The two options of quantised codecs: smoothing (a factor per head and channel) and rotation (normalised
-// Hadamard in blocks of `rotation_block` channels, its own inverse).
+// The maps before quantised codecs: smoothing (a factor per head and channel), rotation (normalised Hadamard in blocks
+// of `rotation_block` channels, its own inverse), mixing (a matrix per head, with the rotation in it).
 #pragma once
 
 #include "kernels/codecs/plain.hpp"
@@ -23,11 +23,22 @@ inline void rotate(float* x, int dim, int block) {
   }
 }
 
+// x [dim] <- x M for one head's matrix of [heads][dim][dim]: products are rounded, then added channel after channel.
+inline void mix(const float* matrices, int head, float* x, int dim) {
+  const float* m = matrices + int64_t{head} * dim * dim;
+  alignas(64) float sum[kMaxDim];
+  for (int j = 0; j < dim; ++j) sum[j] = x[0] * m[j];
+  for (int i = 1; i < dim; ++i)
+    for (int j = 0; j < dim; ++j) sum[j] += x[i] * m[int64_t{i} * dim + j];
+  std::memcpy(x, sum, sizeof(float) * static_cast<size_t>(dim));
+}
+
 // What is stored, from what the model computed. Finite elements beyond 2^90 are cut to it first, so that neither map
 // makes an infinity of them.
 inline void to_stored(const Store& s, int head, float* x) {
-  if (s.smoothing == nullptr && !s.rotation) return;
+  if (!s.has_maps()) return;
   for (int i = 0; i < s.dim; ++i) x[i] = clamp_finite(x[i], 0x1p90f);
+  if (s.mix_store != nullptr) return mix(s.mix_store, head, x, s.dim);
   if (s.smoothing != nullptr) {
     const float* f = s.smoothing + int64_t{head} * s.dim;
     for (int i = 0; i < s.dim; ++i) x[i] = x[i] / f[i];
@@ -35,8 +46,9 @@ inline void to_stored(const Store& s, int head, float* x) {
   if (s.rotation) rotate(x, s.dim, s.rotation_block);
 }
 
-// The inverse, on the first `dim` channels.
+// The inverse, on the first `dim` channels; with mixing, on all.
 inline void from_stored(const Store& s, int head, float* x, int dim) {
+  if (s.mix_restore != nullptr) return mix(s.mix_restore, head, x, dim);
   if (s.rotation) rotate(x, dim, s.rotation_block);
   if (s.smoothing != nullptr) {
     const float* f = s.smoothing + int64_t{head} * s.dim;
@@ -46,6 +58,7 @@ inline void from_stored(const Store& s, int head, float* x, int dim) {
 
 // A query that meets stored keys: smoothing goes to the other factor of the product.
 inline void to_query(const Store& s, int head, float* q) {
+  if (s.mix_ask != nullptr) return mix(s.mix_ask, head, q, s.dim);
   if (s.smoothing != nullptr) {
     const float* f = s.smoothing + int64_t{head} * s.dim;
     for (int i = 0; i < s.dim; ++i) q[i] = q[i] * f[i];

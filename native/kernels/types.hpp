@@ -63,7 +63,11 @@ struct Store {
   const float* smoothing = nullptr;  // [H, D] fp32 or null
   bool rotation = false;
   int rotation_block = 1;  // largest power of two that divides every segment
+  // [H, D, D] fp32, or null: a vector times one of them is stored, given back, asked. In the place of both above.
+  const float *mix_store = nullptr, *mix_restore = nullptr, *mix_ask = nullptr;
   Counters* counters = nullptr;
+
+  bool has_maps() const { return smoothing != nullptr || rotation || mix_store != nullptr; }
 };
 
 // A tensor outside the pool, [T, H, D] with a dense last axis. Strides in bytes.

@@ -38,6 +38,9 @@ class Store:
         constant_scale: float = 1.0,
         smoothing: int = 0,
         rotation: bool = False,
+        mix_store: int = 0,
+        mix_restore: int = 0,
+        mix_ask: int = 0,
     ) -> None: ...
     def counters(self) -> tuple[int, int, int]:
         """Return elements saturated, flushed and not finite since the store was made."""

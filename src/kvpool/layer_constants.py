@@ -50,6 +50,7 @@ class LayerConstants:
         rope: float | None = None,
         smoothing: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
         rotation: bool | Mapping[str, bool] | None = None,
+        mixing: torch.Tensor | None = None,
     ) -> None:
         """Set numbers the layer's codecs need and do not store; the first write freezes them.
 
@@ -62,12 +63,13 @@ class LayerConstants:
             smoothing: `[H, D]`, divided out of the keys (or the latent) at write and folded into q at read; or a
                 mapping from part to tensor.
             rotation: Rotate the quantised parts; or a mapping from part to bool.
+            mixing: `M [H, D, D]`: keys are stored as `k M^-1` and asked by `q M^T`; in the place of smoothing.
 
         Raises:
             PlanError: A value is out of range or of no use to the codec, or the constants are frozen.
         """
         scales = {"k": k, "v": v, "latent": latent, "rope": rope}
-        set_layer(self._constants(layer), scales, smoothing, rotation)
+        set_layer(self._constants(layer), scales, smoothing, rotation, mixing)
 
     def set_scales(self, scales: str | Path | Mapping[tuple[int, str], float]) -> None:
         """Set the scale of every part whose codec needs one.
@@ -91,20 +93,22 @@ class LayerConstants:
         *,
         smoothing: bool = False,
         rotation: bool | None = None,
+        mixing: bool = False,
     ) -> None:
         """Measure constants on what layers wrote for a piece of real text.
 
         Args:
             batch: By layer: `k` and `v`, or `latent` and `rope`, each `[T, H, D]`; `q` (`[T, Q, D]`) makes the
-                smoothing better.
+                smoothing better, and mixing needs it.
             smoothing: Measure smoothing of the keys, too.
             rotation: Set rotation of the quantised parts before the scales are measured.
+            mixing: Measure mixing of the keys; with rotation it is the best there is for 4-bit keys.
 
         Raises:
             PlanError: A sample is empty or not finite, a layer stores no such part, or the constants are frozen.
         """
         for layer, tensors in batch.items():
-            calibrate_layer(self._constants(layer), tensors, smoothing=smoothing, rotation=rotation)
+            calibrate_layer(self._constants(layer), tensors, smoothing=smoothing, rotation=rotation, mixing=mixing)
 
     def lost(self) -> dict[tuple[int, str], Counts]:
         """Return what constant scales lost so far, by (layer, part): saturated, flushed and non-finite elements."""

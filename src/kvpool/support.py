@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from kvpool.codecs import CODECS, Codec, get_codec
-from kvpool.codecs.rotation import rotation_block
+from kvpool.codecs.maps import rotation_block
 from kvpool.errors import PlanError
 from kvpool.kinds import IndexerKind, KVKind, LatentKind, Lifetime, StateKind
 from kvpool.layout import LAYOUTS
@@ -170,7 +170,7 @@ def text(spec: CacheSpec) -> str:
     lines = [f"support, for layouts {', '.join(LAYOUTS)}"]
     lines += ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in table]
     lines += [f"  ({number}) {reason}" for reason, number in reasons.items()]
-    lines.append(f"smoothing of every quantised codec; rotation {rotation(spec)}")
+    lines.append(f"smoothing of every quantised codec, mixing of its keys (no latents); rotation {rotation(spec)}")
     tried = [family for family in families() if family.model == spec.model]
     for family in tried:
         lines.append(f"transformers: {family.mode}" + (f" ({family.note})" if family.note else ""))

@@ -164,6 +164,16 @@ def hadamard(x: np.ndarray, block: int) -> np.ndarray:
     return (out * F32(block**-0.5)).reshape(x.shape)
 
 
+def multiplied(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """`x M` of each head, products rounded to fp32 and added channel after channel: `[T, H, D]`, `[H, D, D]`."""
+    out = np.zeros_like(x, F32)
+    for h in range(x.shape[1]):
+        out[:, h] = x[:, h, :1] * matrix[h, :1]
+        for i in range(1, x.shape[-1]):
+            out[:, h] += x[:, h, i : i + 1] * matrix[h, i]
+    return out
+
+
 def mapped(x: np.ndarray, smoothing: np.ndarray | None, block: int) -> np.ndarray:
     """What is stored of x with smoothing and rotation."""
     x = np.asarray(x, F32)

@@ -38,6 +38,7 @@ class Case:
     layout: str
     tokens_per_block: int = 2
     mapped: bool = False
+    mixed: bool = False
 
     def plan(self) -> Plan:
         spec = CacheSpec((LayerSpec(self.kinds),) * NUM_LAYERS, "bf16")
@@ -50,6 +51,7 @@ def _cases() -> list[Case]:
     cases = [Case(f"kv-{n}-{o}", kv, n, o) for n in names for o in ("HND", "NHD")]
     cases += [Case(f"kv-mixed-{o}", kv, {"k": "fp8", "v": "nvfp4-token"}, o) for o in ("HND", "NHD")]
     cases += [Case(f"kv-{n}-HND-mapped", kv, n, "HND", mapped=True) for n in names[3:]]
+    cases += [Case(f"kv-{n}-HND-mixed", kv, n, "HND", mixed=True) for n in ("fp8", "int8", "nvfp4-token")]
     cases += [Case(f"latent-{n}-HND", latent, n, "HND") for n in ("bf16", "fp8", "fp8-tensor", "int8", "nvfp4-token")]
     cases += [Case("latent-split-HND", latent, {"latent": "fp8", "rope": "bf16"}, "HND")]
     indexed = (LatentKind(128, 32), IndexerKind(128))
@@ -92,7 +94,18 @@ def constants(case: Case, layer: int, part: str, codec: str, heads: int, dim: in
         i = np.arange(heads * dim).reshape(heads, dim)
         out["smoothing"] = (0.5 + (i * 37 + layer * 11 + len(part)) % 32 / 16).astype(np.float32)
         out["rotation"] = part == "k" or layer == 1
+    if case.mixed and part == "k":
+        out["mixing"] = mixing(heads, dim)[0]
     return out
+
+
+def mixing(heads: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix of each head and its inverse, both of numbers that fp32 has exactly."""
+    step = np.arange(dim)[None, :] - np.arange(dim)[:, None]
+    matrix = np.where(step == 0, 1.0, np.where(step == 1, 0.5, 0.0))
+    inverse = np.where(step >= 0, (-0.5) ** np.maximum(step, 0), 0.0)
+    size = 2.0 ** np.arange(heads)[:, None, None]
+    return (matrix * size).astype(np.float32), (inverse / size).astype(np.float32)
 
 
 def golden_bytes(case: Case) -> bytes:
@@ -108,6 +121,8 @@ def golden_bytes(case: Case) -> bytes:
         x = tensors(layer, part, heads, dim)
         if case.mapped:
             x = define.mapped(x, given["smoothing"], block)
+        if "mixing" in given:
+            x = define.multiplied(x, mixing(heads, dim)[1])
         planes = define.encode(pool.codec, x, pool.vector.segments, given.get("scale"))
         for plane in pool.planes:
             values = planes[plane.name].reshape(len(SLOTS), heads, -1)

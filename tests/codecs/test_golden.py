@@ -39,8 +39,8 @@ def written_pools(case: Case, backend_name: str) -> Pools:
     for layer, name in parts(plan):
         part = pools.part(layer, name)
         given = constants(case, layer, name, part.codec.name, part.num_heads, part.vector.dim)
-        if "smoothing" in given:
-            given["smoothing"] = torch.from_numpy(given["smoothing"])  # type: ignore[arg-type]
+        for option in given.keys() & {"smoothing", "mixing"}:
+            given[option] = torch.from_numpy(given[option])  # type: ignore[arg-type]
         part.constants.set(**given)  # type: ignore[arg-type]
         x = torch.from_numpy(tensors(layer, name, part.num_heads, part.vector.dim)).bfloat16()
         backend.write((part,), (x,), step)

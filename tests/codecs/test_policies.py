@@ -9,7 +9,7 @@ import torch
 
 from kvpool.codecs import CODECS, Codec, Counts, Vector, get_codec
 from kvpool.codecs.floats import SMALLEST_SCALE
-from kvpool.codecs.rotation import rotation_block
+from kvpool.codecs.maps import rotation_block
 from kvpool.errors import PlanError
 
 PLAIN = ("fp32", "fp16", "bf16")

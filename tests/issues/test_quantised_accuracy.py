@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpool.codecs import CODECS, Counts, Vector, get_codec
-from kvpool.codecs.rotation import restore, transform, transform_query
+from kvpool.codecs.maps import Maps
 from kvpool.errors import PlanError
 from kvpool.pools.calibration import smoothing_from
 from kvpool.pools.constants import Constants, check_scale
@@ -45,7 +45,7 @@ def test_given_scales_reach_the_stored_bytes() -> None:
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_a_wrong_scale_is_refused_by_argument_as_by_file(bad: float) -> None:
     """Mobius pull request 447: only the file path was checked. The file path is in tests/pools/test_constants.py."""
-    constants = Constants(get_codec("fp8-tensor"), Vector((64,)), 2, "layer 0, k")
+    constants = Constants(get_codec("fp8-tensor"), Vector((64,)), 2, 0, "k")
     constants.set(scale=0.5)
     with pytest.raises(PlanError):
         constants.set(scale=bad)
@@ -109,8 +109,8 @@ def test_keys_with_constant_outlier_channels_keep_their_logits_by_smoothing(
     codec, vector = get_codec(name), Vector((128,))
 
     def correlation(smoothing: torch.Tensor | None, block: int) -> float:
-        stored = codec.decode(codec.encode(transform(k, smoothing, block), vector), vector)
-        return logit_correlation(q[:, 0], k[:, 0], stored[:, 0], transform_query(q, smoothing, block)[:, 0])
+        stored = codec.decode(codec.encode(Maps(smoothing, block).store(k), vector), vector)
+        return logit_correlation(q[:, 0], k[:, 0], stored[:, 0], Maps(smoothing, block).ask(q)[:, 0])
 
     assert correlation(None, 0) < 0.8
     assert correlation(smoothing_from(k, q if knows_queries else None), 128 if rotates else 0) > least
@@ -123,8 +123,8 @@ def test_rotating_four_bit_keys_with_outlier_channels_is_worse_than_nothing() ->
     codec, vector = get_codec("nvfp4-token"), Vector((128,))
     correlations = []
     for block in (0, 128):
-        stored = codec.decode(codec.encode(transform(k, None, block), vector), vector)
-        correlations.append(logit_correlation(q[:, 0], k[:, 0], stored[:, 0], transform_query(q, None, block)[:, 0]))
+        stored = codec.decode(codec.encode(Maps(block=block).store(k), vector), vector)
+        correlations.append(logit_correlation(q[:, 0], k[:, 0], stored[:, 0], Maps(block=block).ask(q)[:, 0]))
     assert correlations[1] < 0.3 < 0.6 < correlations[0]
 
 
@@ -174,10 +174,10 @@ def test_odd_head_sizes_round_trip_within_the_format_or_are_refused(name: str, d
 def test_a_rotated_vector_is_not_read_as_an_unrotated_one() -> None:
     """llama.cpp pull request 28498: a rotated cache was restored into an unrotated one; here the hash differs."""
     codec, vector = get_codec("int8"), Vector((64,))
-    plain, rotated = Constants(codec, vector, 1, "layer 0, k"), Constants(codec, vector, 1, "layer 0, k")
+    plain, rotated = Constants(codec, vector, 1, 0, "k"), Constants(codec, vector, 1, 0, "k")
     rotated.set(rotation=True)
     assert plain.digest() != rotated.digest()
     x = normal(16, 1, 64)
-    stored = codec.decode(codec.encode(transform(x, None, rotated.rotation_block), vector), vector)
-    assert error(restore(stored, None, rotated.rotation_block), x) < 0.01
+    stored = codec.decode(codec.encode(rotated.maps.store(x), vector), vector)
+    assert error(rotated.maps.restore(stored), x) < 0.01
     assert error(stored, x) > 0.5

@@ -93,7 +93,7 @@ def test_perplexity_is_that_of_the_model_without_a_paged_cache(model: Any, ids: 
     assert measured(model, ids)["fp32"].perplexity == pytest.approx(want, rel=1e-4)
 
 
-def test_keys_that_break_are_named_and_smoothing_mends_them(model: Any, ids: list[int]) -> None:
+def test_keys_that_break_are_named_and_smoothing_or_mixing_mends_them(model: Any, ids: list[int]) -> None:
     bias = torch.zeros(2, 32)
     bias[1, 4] = 300.0
     projections = [layer.self_attn.k_proj for layer in model.model.layers]
@@ -102,16 +102,16 @@ def test_keys_that_break_are_named_and_smoothing_mends_them(model: Any, ids: lis
         # One large channel in one head of the last layer.
         weight = projections[2].weight.data
         weight[32 + 15] *= 400
-        rows = measured(model, ids, "nvfp4-token", "int8", "int8+smoothing", "int8/bf16")
+        rows = measured(model, ids, "nvfp4-token", "int8", "int8+smoothing", "int8+mixing+rotation", "int8/bf16")
     finally:
         for p, w in zip(projections, saved, strict=True):
             p.weight.data = w
     (warning,) = [w for w in rows["int8"].warnings if "breaks keys" in w]
     assert "layer 2, head 1" in warning
-    assert "+smoothing" in warning
+    assert "+mixing+rotation" in warning
     assert rows["int8"].worst[0][:2] == (2, 1)
     assert rows["int8/bf16"].warnings
-    assert rows["int8+smoothing"].layers[2] < rows["int8"].layers[2]
+    assert rows["int8+mixing+rotation"].layers[2] < rows["int8+smoothing"].layers[2] < rows["int8"].layers[2]
 
 
 def test_constant_scales_are_measured_on_other_text_and_their_losses_told(model: Any, ids: list[int]) -> None:
@@ -256,6 +256,7 @@ def test_logit_noise_ignores_what_all_keys_share_and_finds_outlier_channels() ->
         ("int8-tensor:unit", Variant("int8-tensor:unit", "int8-tensor", "int8-tensor", scales="unit")),
         ("bf16>fp8", Variant("bf16>fp8", "bf16", "bf16", below="fp8")),
         ("int8+rotation+smoothing", Variant("int8+rotation+smoothing", "int8", "int8", True, True)),
+        ("int8+mixing", Variant("int8+mixing", "int8", "int8", mixing=True)),
     ],
 )
 def test_a_variant_is_read_from_one_word(text: str, want: Variant) -> None:
@@ -269,6 +270,7 @@ def test_a_variant_is_read_from_one_word(text: str, want: Variant) -> None:
         ("fp8/", "unknown codec ''"),
         ("fp8+spin", "option 'spin'"),
         ("fp8+rotation+rotation", "at most once"),
+        ("fp8+mixing+smoothing", "mixing includes smoothing"),
         ("fp8:unit", "no constant scale"),
         ("fp8-tensor:big", "option 'big'"),
         ("bf16+rotation", "not quantised"),

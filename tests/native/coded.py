@@ -10,7 +10,7 @@ import torch
 from kvpool import _native
 from kvpool.backends.cpu import CODEC_IDS
 from kvpool.codecs import Counts, Vector, get_codec
-from kvpool.codecs.rotation import restore, rotation_block, transform
+from kvpool.codecs.maps import Maps, Mixing, rotation_block
 from kvpool.dtypes import dtype
 
 
@@ -27,6 +27,7 @@ class CodedStore:
     scale: float | None = None
     smoothing: torch.Tensor | None = None
     rotation: bool = False
+    mixing: torch.Tensor | None = None
     planes: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,7 +51,9 @@ class CodedStore:
             item = tensor.element_size()
             b, h, n = (s * item for s in tensor.stride()[:3])
             places[spec.name] = (tensor.data_ptr(), b, h, n)
-        self.block = rotation_block(self.vector) if self.rotation else 0
+        block = rotation_block(self.vector) if self.rotation else 0
+        mixing = None if self.mixing is None else Mixing.of(self.mixing, block)
+        self.maps = Maps(self.smoothing, block) if mixing is None else Maps(mixing=mixing)
         self.native = _native.Store(
             CODEC_IDS[self.codec],
             self.num_heads,
@@ -62,7 +65,8 @@ class CodedStore:
             places.get("block_scale"),
             1.0 if self.scale is None else self.scale,
             0 if self.smoothing is None else self.smoothing.data_ptr(),
-            self.rotation,
+            self.maps.block > 0,
+            *(() if mixing is None else (m.data_ptr() for m in (mixing.store, mixing.restore, mixing.ask))),
         )
 
     def at(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -72,11 +76,17 @@ class CodedStore:
 
     def encode(self, x: torch.Tensor, counts: Counts | None = None) -> dict[str, torch.Tensor]:
         """What the reference stores for `x [n, H, D]`."""
-        return self.maths.encode(transform(x, self.smoothing, self.block), self.vector, self.scale, counts)
+        return self.maths.encode(self.maps.store(x), self.vector, self.scale, counts)
 
     def decode(self, slots: torch.Tensor) -> torch.Tensor:
         """Stored vectors `[n, H, D]` as fp32, options undone, by the reference."""
-        return restore(self.maths.decode(self.at(slots), self.vector, self.scale), self.smoothing, self.block)
+        return self.maps.restore(self.maths.decode(self.at(slots), self.vector, self.scale))
+
+
+def mixing(num_heads: int, dim: int, seed: int = 5) -> torch.Tensor:
+    """Matrices `[H, D, D]` that are far from orthogonal."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.eye(dim) + 0.4 * torch.randn(num_heads, dim, dim, generator=g) / dim**0.5
 
 
 #: Codec, segments, constant scale: what a layer may hold, with sizes that are no power of two.

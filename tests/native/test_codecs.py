@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from coded import CASES, CodedStore
+from coded import CASES, CodedStore, mixing
 from paged import DTYPES, ISAS, Batch, attend, exact, workers
 
 from kvpool import _native
@@ -138,10 +138,11 @@ def test_all_256_codes_decode_to_the_format(isa: str, codec: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("codec", ["fp8", "int8", "nvfp4-token", "bf16"])
-@pytest.mark.parametrize("options", ["smoothing", "rotation", "both"])
-def test_smoothing_and_rotation_store_the_reference_bytes(isa: str, codec: str, options: str) -> None:
-    smoothing = torch.rand(3, 96) * 3 + 0.1 if options != "rotation" else None
-    store = CodedStore(codec, 12, 3, 4, (96,), "HND", None, smoothing, options != "smoothing")
+@pytest.mark.parametrize("options", ["smoothing", "rotation", "smoothing rotation", "mixing", "mixing rotation"])
+def test_maps_store_the_reference_bytes(isa: str, codec: str, options: str) -> None:
+    smoothing = torch.rand(3, 96) * 3 + 0.1 if "smoothing" in options else None
+    matrix = mixing(3, 96) if "mixing" in options else None
+    store = CodedStore(codec, 12, 3, 4, (96,), "HND", None, smoothing, "rotation" in options, matrix)
     x = hard_vectors(3, 96, 6)
     slots = torch.randperm(48)[:40]
     write(workers(isa), store, slots, x)
@@ -161,20 +162,20 @@ PAIRS = [
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("k_codec", "v_codec"), PAIRS, ids=[f"{k}+{v}" for k, v in PAIRS])
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(("layout", "maps"), [("HND", "none"), ("NHD", "smoothing"), ("NHD", "mixing")])
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.bfloat16], ids=["q32", "q16"])
 def test_attention_reads_what_is_stored(
-    isa: str, k_codec: str, v_codec: str, layout: str, q_dtype: torch.dtype
+    isa: str, k_codec: str, v_codec: str, layout: str, maps: str, q_dtype: torch.dtype
 ) -> None:
     g = torch.Generator().manual_seed(3)
     heads, group = 2, 4
     dim, v_dim = (128, 64) if layout == "HND" else (96, 160)  # multiples of 64, and of 32 only
     batch = Batch([70, 130, 9], [1, 130, 2], 16, 30, seed=2)
     pool = workers(isa)
-    options = layout == "NHD"  # both options on one half of the cases
-    smoothing = torch.rand(heads, dim, generator=g) * 3 + 0.1 if options else None
-    k_store = CodedStore(k_codec, 30, heads, 16, (dim,), layout, 0.013, smoothing, options)
-    v_store = CodedStore(v_codec, 30, heads, 16, (v_dim,), layout, 0.021, None, options)
+    smoothing = torch.rand(heads, dim, generator=g) * 3 + 0.1 if maps == "smoothing" else None
+    matrix = mixing(heads, dim) if maps == "mixing" else None
+    k_store = CodedStore(k_codec, 30, heads, 16, (dim,), layout, 0.013, smoothing, maps != "none", matrix)
+    v_store = CodedStore(v_codec, 30, heads, 16, (v_dim,), layout, 0.021, None, maps != "none")
     for s, length in enumerate(batch.seq_lens):
         write(pool, k_store, batch.slots_of(s), torch.randn(length, heads, dim, generator=g))
         write(pool, v_store, batch.slots_of(s), torch.randn(length, heads, v_dim, generator=g))

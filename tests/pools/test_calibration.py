@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 import kvpool as kv
 from kvpool.codecs import Counts, Vector, get_codec
+from kvpool.codecs.maps import Maps, Mixing
 from kvpool.kinds import KVKind, LatentKind, LayerSpec
-from kvpool.pools.calibration import smoothing_from
+from kvpool.pools.calibration import mixing_from, smoothing_from
 
 H, D, T = 2, 64, 40
 
@@ -116,6 +117,60 @@ def test_with_queries_smoothing_gives_keys_and_queries_the_same_shape() -> None:
     assert (m.log().mean(-1).abs() < 1e-4).all()
 
 
+def alike(n: int, directions: int, heads: int = H, seed: int = 0) -> torch.Tensor:
+    """Vectors `[n, heads, D]` whose channels vary together: a few directions, and little beside them."""
+    basis = normal(directions, D, seed=99)
+    return normal(n, heads, directions, seed=seed) @ basis + 0.1 * normal(n, heads, D, seed=seed + 1)
+
+
+def moments(x: torch.Tensor) -> torch.Tensor:
+    """Second moments `[H, D, D]` of `[T, H * group, D]`."""
+    y = x.reshape(len(x), H, -1, D).transpose(0, 1).flatten(1, 2)
+    return y.mT @ y / y.shape[1]
+
+
+def test_mixing_makes_keys_and_queries_alike_in_every_direction() -> None:
+    k, q = alike(800, 5), normal(800, 2 * H, D, seed=4) * torch.logspace(-1, 1, D)
+    maps = Maps(mixing=Mixing.of(mixing_from(k, q), 0))
+    stored, asked = moments(maps.store(k)), moments(maps.ask(q))
+    assert (stored - asked).norm() < 0.1 * stored.norm()
+    assert (moments(k) - moments(q)).norm() > 0.9 * moments(k).norm()
+
+
+def test_mixing_of_channels_that_do_not_vary_together_is_smoothing() -> None:
+    spread = torch.logspace(-0.5, 0.5, D)
+    k, q = normal(20_000, H, D) * spread, normal(20_000, H, D, seed=1) * spread.flip(0)
+    matrix, m = mixing_from(k, q)[0], smoothing_from(k, q)[0]
+    matrix = matrix / matrix.diagonal().log().mean().exp()
+    assert (matrix - torch.diag(m)).norm() < 0.05 * m.norm()
+
+
+def test_mixing_lessens_the_logits_error_of_4_bit_keys_whose_channels_vary_together() -> None:
+    k, q = alike(500, 6), alike(500, 40, 3 * H, seed=7)
+    codec, vector = get_codec("nvfp4-token"), Vector((D,))
+    errors = {}
+    for name in ("smoothing", "mixing"):
+        c = cache("nvfp4-token")
+        c.calibrate({0: {"k": k[:300], "v": k[:300], "q": q[:300]}}, **{name: True}, rotation=True)
+        maps = c.pools.part(0, "k").constants.maps
+        held = codec.decode(codec.encode(maps.store(k), vector), vector)
+        error = torch.einsum("qhgd,thd->hgqt", maps.ask(q).reshape(500, H, 3, D), held - maps.store(k))
+        errors[name] = float(error.square().mean().sqrt())
+    assert errors["mixing"] < 0.7 * errors["smoothing"], errors
+
+
+def test_mixing_needs_queries_and_takes_the_place_of_smoothing() -> None:
+    c = cache("int8")
+    k = normal(T, H, D)
+    with pytest.raises(kv.PlanError, match="give q of the same text"):
+        c.calibrate({0: {"k": k}}, mixing=True)
+    with pytest.raises(kv.PlanError, match="give one of them"):
+        c.calibrate({0: {"k": k, "q": k}}, mixing=True, smoothing=True)
+    assert not c.pools.part(0, "k").constants.maps
+    with pytest.raises(kv.PlanError, match="is a value as well"):
+        cache("int8", LatentKind(64, 32)).calibrate({0: {"latent": normal(T, 1, 64)}}, mixing=True)
+
+
 def test_a_latent_in_two_parts_takes_its_queries_in_order() -> None:
     c = cache({"latent": "int8", "rope": "fp8"}, LatentKind(64, 32))
     latent, rope = normal(T, 1, 64), normal(T, 1, 32, seed=1)
@@ -148,7 +203,7 @@ def test_a_latent_takes_its_constants_under_its_own_name() -> None:
     c = cache("fp8-tensor", LatentKind(64, 32))
     c.set_constants(1, latent=0.125, smoothing=torch.full((96,), 0.5), rotation=True)
     latent = c.pools.part(1, "latent").constants
-    assert (latent.scale, latent.rotation_block) == (0.125, 32)
+    assert (latent.scale, latent.maps.block) == (0.125, 32)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -22,8 +22,8 @@ from kvpool.pools.constants import (
 )
 
 
-def constants(codec: str = "fp8-tensor", dim: int = 64, heads: int = 3, owner: str = "layer 0, k") -> Constants:
-    return Constants(get_codec(codec), Vector((dim,)), heads, owner)
+def constants(codec: str = "fp8-tensor", dim: int = 64, heads: int = 3, part: str = "k") -> Constants:
+    return Constants(get_codec(codec), Vector((dim,)), heads, 0, part)
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.0, -1.0, math.nan, math.inf, -math.inf, 1e-50, 2.0**-127, 2.0**101, 1e308])
@@ -62,6 +62,26 @@ def test_a_wrong_smoothing_is_refused(bad: float) -> None:
     assert c.smoothing is None
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (torch.full((64, 64), math.nan), "not finite"),
+        (torch.eye(64) * 2.0**25, "2\\^24"),
+        (torch.ones(64, 64), "condition number"),
+        (torch.diag(torch.logspace(-3, 3, 64)), "condition number"),
+        (torch.eye(32), "shape"),
+    ],
+    ids=["nan", "huge", "singular", "unequal", "small"],
+)
+def test_a_wrong_mixing_is_refused(values: torch.Tensor, reason: str) -> None:
+    c = constants("int8")
+    with pytest.raises(PlanError, match=reason):
+        c.set(mixing=values, rotation=True)
+    assert not c.maps
+    with pytest.raises(PlanError, match="for keys alone"):
+        constants("int8", part="v").set(mixing=torch.eye(64))
+
+
 def test_nothing_changes_after_the_first_write() -> None:
     c = constants()
     c.set(scale=0.25, rotation=True)
@@ -88,6 +108,7 @@ def test_the_first_write_needs_a_scale_where_the_codec_does() -> None:
         ("fp8", {"scale": 0.5}, "takes no constant scale"),
         ("bf16", {"smoothing": torch.ones(64)}, "quantised"),
         ("bf16", {"rotation": True}, "quantised"),
+        ("bf16", {"mixing": torch.eye(64)}, "quantised"),
     ],
 )
 def test_a_constant_of_no_use_to_the_codec_is_refused(codec: str, values: dict, reason: str) -> None:
@@ -97,7 +118,7 @@ def test_a_constant_of_no_use_to_the_codec_is_refused(codec: str, values: dict, 
 
 def test_every_constant_is_part_of_the_fingerprint() -> None:
     def table(**values: object) -> dict[tuple[int, str], Constants]:
-        k, v = constants(), constants(owner="layer 0, v")
+        k, v = constants(), constants(part="v")
         k.set(scale=0.5)
         v.set(scale=0.25)
         k.set(**values)  # type: ignore[arg-type]
@@ -107,9 +128,10 @@ def test_every_constant_is_part_of_the_fingerprint() -> None:
     m = torch.ones(3, 64)
     m[1, 5] = 2.0
     others = [table(scale=0.5000001), table(rotation=True), table(smoothing=torch.ones(64)), table(smoothing=m)]
+    others += [table(mixing=torch.eye(64)), table(mixing=torch.eye(64), rotation=True)]
     swapped = {(0, "k"): base[0, "v"], (0, "v"): base[0, "k"]}
     assert fingerprint(base) == fingerprint(table())
-    assert len({fingerprint(t) for t in (base, *others, swapped)}) == 6
+    assert len({fingerprint(t) for t in (base, *others, swapped)}) == 8
     assert differing(base, others[1]) == ("layer 0, k",)
     assert differing(base, table()) == ()
 

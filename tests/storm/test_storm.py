@@ -43,6 +43,7 @@ CASES = [
     Case("gqa-int8-k-fp8-v-nhd", GQA, codec={"k": "int8", "v": "fp8"}, layout="NHD"),
     Case("gqa-nvfp4-token-fp8-tensor", GQA, codec={"k": "nvfp4-token", "v": "fp8-tensor"}),
     Case("gqa-int8-tensor-calibrated", GQA, codec={"k": "int8-tensor", "v": "int8"}, constants="calibrated"),
+    Case("gqa-int8-mixed", GQA, codec="int8", constants="mixed"),
     Case("gqa-fp8e5m2-tensor-unit-nhd", GQA, codec="fp8e5m2-tensor", layout="NHD", constants="unit"),
     Case("unequal-heads-bf16-nhd", UNEQUAL, layout="NHD"),
     Case("shared-bf16", SHARED),

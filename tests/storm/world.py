@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import kvpool as kv
-from kvpool.backends.reference import restore, transform
 from kvpool.kinds import IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, SharedKind, StateKind
 from kvpool.sequence import Sequence
 from kvpool.step import Step
@@ -29,8 +28,8 @@ class Case:
     Attributes:
         host_blocks: Blocks of the largest group that a host tier has room for; 0 for no host tier of its own.
         disk: Keep blocks in a directory, too.
-        constants: Where they come from: `given` for scales other than 1, `unit`, or `calibrated` on content, with
-            smoothing and rotation.
+        constants: Where they come from: `given` for scales other than 1, `unit`, `mixed` for keys with mixing and
+            rotation, or `calibrated` on content, with smoothing and rotation.
         num_blocks: Blocks every group gets at first, roughly; few, so that eviction never rests.
         tolerance: On attention outputs of magnitude 128; 0.3 covers probabilities and values rounded to bf16.
     """
@@ -155,10 +154,20 @@ class Storm:
             content.extend(links, 0, range(40))
             for layer, part in table:
                 cache.calibrate({layer: {part: self.given(layer, part, links)}}, smoothing=True, rotation=True)
+        elif self.case.constants == "mixed":
+            for layer, part in table:
+                if part == "k":
+                    cache.set_constants(layer, mixing=self._mixing(layer), rotation={"k": True})
         else:
             for (layer, part), constants in table.items():
                 if constants.needs_scale:
                     cache.set_constants(layer, **{part: 1.7 if part == "k" else 0.9})
+
+    def _mixing(self, layer: int) -> torch.Tensor:
+        part = self.cache.pools.part(layer, "k")
+        shape = (part.num_heads, part.vector.dim, part.vector.dim)
+        random = torch.randn(shape, generator=torch.Generator().manual_seed(layer))
+        return torch.eye(shape[-1]) + 0.4 * random / shape[-1] ** 0.5
 
     def _poison(self) -> None:
         """Fill all memory with ones: NaN in every float format, and no history's content."""
@@ -209,8 +218,8 @@ class Storm:
         if x.shape[-1] != part.vector.dim:  # a latent with its rope part behind it
             x = torch.cat([x, self.given(part.layer, "rope", links)], -1)
         c = part.constants
-        encoded = part.codec.encode(transform(x, c.smoothing, c.rotation_block), part.vector, c.scale)
-        return restore(part.codec.decode(encoded, part.vector, c.scale), c.smoothing, c.rotation_block).float()
+        encoded = part.codec.encode(c.maps.store(x), part.vector, c.scale)
+        return c.maps.restore(part.codec.decode(encoded, part.vector, c.scale)).float()
 
     def lifetime(self, part: Any) -> Lifetime | None:
         """How long the tokens of a part are kept."""

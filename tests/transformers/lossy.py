@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from kvpool.codecs.rotation import restore, transform
 from kvpool.kinds import LatentKind, StateKind
 from kvpool.pools import Part
 from kvpool.transformers import PagedCache
@@ -27,8 +26,8 @@ NODE_TOKENS = 32
 def through(part: Part, x: torch.Tensor) -> torch.Tensor:
     """Return what a part would give back for `x [..., H, D]`."""
     c = part.constants
-    planes = part.codec.encode(transform(x, c.smoothing, c.rotation_block), part.vector, c.scale)
-    return restore(part.codec.decode(planes, part.vector, c.scale), c.smoothing, c.rotation_block).to(x.dtype)
+    planes = part.codec.encode(c.maps.store(x), part.vector, c.scale)
+    return c.maps.restore(part.codec.decode(planes, part.vector, c.scale)).to(x.dtype)
 
 
 def lossy_cache(pages: PagedCache, model: PreTrainedModel) -> Any:

@@ -161,10 +161,14 @@ def test_a_ragged_batch_with_empty_rows_and_equal_lengths_agrees() -> None:
     attend(scene, (k,), v, 64, 2)
 
 
-def test_smoothing_and_rotation_leave_the_answer_where_it_was() -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["smoothing", "mixing"])
+def test_maps_leave_the_answer_where_it_was(mixed: bool) -> None:
     scene = Scene(KV, "int8")
     k, v = scene.parts("k", "v")
-    k.constants.set(smoothing=torch.rand(2, 64) + 0.5, rotation=True)
+    if mixed:
+        k.constants.set(mixing=torch.eye(64) + 0.05 * torch.randn(2, 64, 64), rotation=True)
+    else:
+        k.constants.set(smoothing=torch.rand(2, 64) + 0.5, rotation=True)
     v.constants.set(smoothing=torch.rand(2, 64) + 0.5, rotation=True)
     slots = scene.all_slots()
     step = scene.step

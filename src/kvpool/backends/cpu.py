@@ -65,6 +65,7 @@ def make_store(part: Part) -> _native.Store:
     """Return what the kernels need to know of a part, and freeze its constants."""
     constants = part.constants
     constants.freeze()
+    maps, m = constants.maps, constants.maps.mixing
     return _native.Store(
         CODEC_IDS[part.codec.name],
         part.num_heads,
@@ -75,8 +76,9 @@ def make_store(part: Part) -> _native.Store:
         _strides(part.planes["scale"]) if "scale" in part.planes else None,
         _strides(part.planes["block_scale"]) if "block_scale" in part.planes else None,
         1.0 if constants.scale is None else constants.scale,
-        0 if constants.smoothing is None else constants.smoothing.data_ptr(),
-        constants.rotation,
+        0 if maps.smoothing is None else maps.smoothing.data_ptr(),
+        maps.block > 0,
+        *((0, 0, 0) if m is None else (m.store.data_ptr(), m.restore.data_ptr(), m.ask.data_ptr())),
     )
 
 

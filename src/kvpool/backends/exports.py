@@ -59,8 +59,8 @@ def paged_cache(k: Part, v: Part) -> PagedCache:
         UnsupportedError: FlashInfer has no such cache; the message says what is in the way.
     """
     for part in (k, v):
-        if part.constants.smoothing is not None or part.constants.rotation:
-            raise UnsupportedError(f"FlashInfer knows neither smoothing nor rotation, and {part.name!r} has them")
+        if part.constants.maps:
+            raise UnsupportedError(f"FlashInfer knows no smoothing, rotation or mixing, and {part.name!r} has one")
     hnd = heads_first(k)
     tensors, scales, constants = [], [], []
     token_head = False

@@ -9,7 +9,6 @@ import torch
 from kvpool.backends.base import Attention
 from kvpool.backends.states import read_states, write_states
 from kvpool.codecs import Counts
-from kvpool.codecs.rotation import restore, transform
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
 from kvpool.step import Step, StepBuffers
@@ -54,7 +53,7 @@ class ReferenceBackend:
         block, offset = slots[keep] // part.tokens_per_block, slots[keep] % part.tokens_per_block
         constants = part.constants
         constants.freeze()
-        stored = transform(x[keep], constants.smoothing, constants.rotation_block)
+        stored = constants.maps.store(x[keep])
         encoded = part.codec.encode(stored, part.vector, constants.scale, constants.counts)
         for name, values in encoded.items():
             part.planes[name].tensor[block, :, offset] = values  # [T, H, C]
@@ -76,7 +75,7 @@ class ReferenceBackend:
         constants = part.constants
         constants.freeze()
         stored = part.codec.decode(planes, part.vector, constants.scale)
-        return restore(stored, constants.smoothing, constants.rotation_block)
+        return constants.maps.restore(stored)
 
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
         held = slots >= 0

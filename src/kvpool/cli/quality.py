@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: Constant scales against scales of every token and head, for FP8, INT8 and NVFP4; and what the options add.
 DEFAULT_CODECS = (
-    "fp8,fp8-tensor,fp8-tensor:unit,int8,int8-tensor,nvfp4,nvfp4-token,nvfp4-token+smoothing,nvfp4-token+rotation"
+    "fp8,fp8-tensor,fp8-tensor:unit,int8,int8-tensor,nvfp4,nvfp4-token,nvfp4-token+smoothing,nvfp4-token+rotation,"
+    "nvfp4-token+mixing+rotation"
 )
 
 PROCEDURES = {
@@ -33,7 +34,7 @@ def quality(
     model: Annotated[str | None, typer.Option(help="Directory or GGUF file; default: the embedded model")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file; default: the interpreter's pydoc topics")] = None,
     codecs: Annotated[
-        str, typer.Option(help="CODEC or K/V, with :unit, +smoothing, +rotation; separated by commas")
+        str, typer.Option(help="CODEC or K/V, with :unit, +smoothing, +rotation, +mixing; separated by commas")
     ] = DEFAULT_CODECS,
     baseline: Annotated[str, typer.Option(help="What the others are compared with")] = "bf16",
     windows: Annotated[int, typer.Option(min=1, help="Pieces of the text that are scored")] = 2,

@@ -142,7 +142,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
     codec: Annotated[
         str | None,
-        typer.Option(help="CODEC or K/V, with :unit, +smoothing, +rotation; default: the model's dtype"),
+        typer.Option(help="CODEC or K/V, with :unit, +smoothing, +rotation, +mixing; default: the model's dtype"),
     ] = None,
     scales: Annotated[
         Path | None, typer.Option(help="Checkpoint with k_scale and v_scale; default: measured on other text")
@@ -174,7 +174,7 @@ def run(
 
     # What can be wrong without the model is found before it is loaded.
     variant = parse_variant(codec or dtype)
-    if scales is not None and (variant.smoothing or variant.rotation):
+    if scales is not None and (variant.smoothing or variant.rotation or variant.mixing):
         raise KVError(f"--scales are those of keys as the model writes them; leave the options of {codec!r} out")
     texts = list(prompt or []) + (read_prompts(prompts) if prompts else [])
     if record and not record.parent.is_dir():

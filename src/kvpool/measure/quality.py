@@ -27,7 +27,7 @@ from kvpool.cache import KVCache
 from kvpool.codecs import get_codec
 from kvpool.errors import KVError
 from kvpool.measure.probe import Probe, logit_noise, outlier_ratio, sample
-from kvpool.measure.variants import OPTIONS, Variant
+from kvpool.measure.variants import Variant
 from kvpool.plan import make_plan
 from kvpool.sequence import Sequence
 from kvpool.spec import CacheSpec
@@ -334,8 +334,8 @@ def broken_keys(name: str, cache: KVCache, sequence: Sequence, probe: Probe) -> 
     if worst is None or not num_broken:
         return []
     off_by, layer, head, outliers = worst
-    untried = [option for option in OPTIONS if f"+{option}" not in name]
-    fix = " and ".join([f"+{option}" for option in untried] or ["8 bits for K"])
+    best = ("smoothing" if "latent" in tensors else "mixing", "rotation")
+    fix = "".join(f"+{option}" for option in best) if any(f"+{o}" not in name for o in best) else "8 bits for K"
     return [
         f"{name} breaks keys: in {num_broken} of {num_heads} heads attention logits are off by more than"
         f" {BROKEN_LOGITS} (standard deviation), most in layer {layer}, head {head}, by {off_by:.2f}, where"

@@ -1,5 +1,5 @@
 """How a stored format and its options are written in one word: `fp8`, `fp8/nvfp4-token`, `int8-tensor:unit`,
-`nvfp4-token+smoothing+rotation`, `bf16>fp8` (below the device: fp8). Knows no model.
+`nvfp4-token+mixing+rotation`, `bf16>fp8` (below the device: fp8). Knows no model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvpool.cache import KVCache
 from kvpool.codecs import get_codec
 from kvpool.errors import PlanError
 
-OPTIONS = ("smoothing", "rotation")
+OPTIONS = ("smoothing", "rotation", "mixing")
 #: The scales that constant-scale codecs get: measured on other text, or 1.0.
 SCALES = ("calibrated", "unit")
 
@@ -28,6 +28,7 @@ class Variant:
         v: Codec of values.
         smoothing: Smooth the keys.
         rotation: Rotate keys and values.
+        mixing: Mix the channels of the keys.
         scales: `calibrated` or `unit`, for codecs with a constant scale.
         below: Codec that blocks have below the device, whence they came back; None when they never left it.
     """
@@ -37,6 +38,7 @@ class Variant:
     v: str
     smoothing: bool = False
     rotation: bool = False
+    mixing: bool = False
     scales: str = "calibrated"
     below: str | None = None
 
@@ -54,7 +56,7 @@ class Variant:
     def needs_calibration(self) -> bool:
         """True when constants have to be measured before the first write."""
         constant = get_codec(self.k).constant_scale or get_codec(self.v).constant_scale
-        return self.smoothing or (constant and self.scales == "calibrated")
+        return self.smoothing or self.mixing or (constant and self.scales == "calibrated")
 
     def prepare(self, cache: KVCache, sample: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Set the constants of a new cache.
@@ -67,14 +69,14 @@ class Variant:
         if self.scales == "unit":
             cache.set_scales("unit")
         if self.needs_calibration:
-            cache.calibrate(sample, smoothing=self.smoothing, rotation=rotation)
+            cache.calibrate(sample, smoothing=self.smoothing, rotation=rotation, mixing=self.mixing)
         elif rotation:
             for layer in range(cache.plan.spec.num_layers):
                 cache.set_constants(layer, rotation=True)
 
 
 def parse_variant(text: str) -> Variant:
-    """Read `CODEC`, or `K/V`, then any of `:unit`, `+smoothing`, `+rotation`; and `>CODEC` for blocks below the device.
+    """Read `CODEC` or `K/V`, then any of `:unit`, `+smoothing`, `+rotation`, `+mixing`; `>CODEC` below the device.
 
     Raises:
         PlanError: A codec or an option is unknown, or an option is of no use to the codec.
@@ -90,13 +92,14 @@ def parse_variant(text: str) -> Variant:
     if unknown or len(set(options)) != len(options):
         raise PlanError(
             f"{text!r} has the option {(unknown or options)[0]!r}; write CODEC or K/V, then :unit, +smoothing,"
-            " +rotation, each at most once"
+            " +rotation, +mixing, each at most once"
         )
     parts = {"keys": get_codec(k), "values": get_codec(v)}
     if scales and not any(c.constant_scale for c in parts.values()):
         raise PlanError(f"{text!r}: {codecs} has no constant scale to set; leave :{scales} out")
     if options and not (parts["keys"].quantised or parts["values"].quantised):
         raise PlanError(f"{text!r}: {codecs} is not quantised, so {options[0]} cannot help it; leave it out")
-    return Variant(
-        text.strip(), k, v, "smoothing" in options, "rotation" in options, scales or "calibrated", below or None
-    )
+    if {"smoothing", "mixing"} <= set(options):
+        raise PlanError(f"{text!r}: mixing includes smoothing; write one of them")
+    given = {option: option in options for option in OPTIONS}
+    return Variant(text.strip(), k, v, **given, scales=scales or "calibrated", below=below or None)

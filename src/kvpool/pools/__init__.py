@@ -78,5 +78,5 @@ class Pools:
             num_heads=pool.num_heads,
             tokens_per_block=self.plan.groups[group].tokens_per_block,
             planes=planes,
-            constants=Constants(codec, pool.vector, pool.num_heads, f"layer {layer}, {name}"),
+            constants=Constants(codec, pool.vector, pool.num_heads, layer, name),
         )

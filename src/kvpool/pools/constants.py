@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.codecs import Codec, Counts, Vector
 from kvpool.codecs.base import need_scale
-from kvpool.codecs.rotation import LARGEST_SMOOTHING, SMALLEST_SMOOTHING, rotation_block
+from kvpool.codecs.maps import LARGEST_SMOOTHING, SMALLEST_SMOOTHING, Maps, Mixing, rotation_block
 from kvpool.errors import PlanError, PlanMismatch
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SMALLEST_SCALE = 2.0**-126
 #: Above, the largest code of a wide format (57344) times s comes near the end of fp32.
 LARGEST_SCALE = 2.0**100
+#: Largest ratio of the singular values of a mixing matrix: beyond it fp32 products lose what an 8-bit code keeps.
+LARGEST_CONDITION = 2.0**12
 
 
 class Constants:
@@ -39,13 +41,29 @@ class Constants:
         counts: What the scale lost so far.
     """
 
-    __slots__ = ("_codec", "_frozen", "_num_heads", "_rotation", "_scale", "_smoothing", "_vector", "counts", "owner")
+    __slots__ = (
+        "_codec",
+        "_frozen",
+        "_maps",
+        "_mixing",
+        "_num_heads",
+        "_part",
+        "_rotation",
+        "_scale",
+        "_smoothing",
+        "_vector",
+        "counts",
+        "owner",
+    )
 
-    def __init__(self, codec: Codec, vector: Vector, num_heads: int, owner: str) -> None:
-        self._codec, self._vector, self._num_heads, self.owner = codec, vector, num_heads, owner
+    def __init__(self, codec: Codec, vector: Vector, num_heads: int, layer: int, part: str) -> None:
+        self._codec, self._vector, self._num_heads = codec, vector, num_heads
+        self._part, self.owner = part, f"layer {layer}, {part}"
         self._scale: float | None = None
         self._smoothing: torch.Tensor | None = None
         self._rotation = False
+        self._mixing: torch.Tensor | None = None
+        self._maps = Maps()
         self._frozen = False
         self.counts = Counts()
 
@@ -65,9 +83,14 @@ class Constants:
         return self._rotation
 
     @property
-    def rotation_block(self) -> int:
-        """Size of the rotation's blocks; 0 without rotation."""
-        return rotation_block(self._vector) if self._rotation else 0
+    def mixing(self) -> torch.Tensor | None:
+        """fp32 `[H, D, D]`, or None."""
+        return self._mixing
+
+    @property
+    def maps(self) -> Maps:
+        """What stands before the codec."""
+        return self._maps
 
     @property
     def needs_scale(self) -> bool:
@@ -81,7 +104,7 @@ class Constants:
 
     @property
     def quantised(self) -> bool:
-        """True when smoothing and rotation are of use to the codec."""
+        """True when smoothing, rotation and mixing are of use to the codec."""
         return self._codec.quantised
 
     @property
@@ -90,7 +113,12 @@ class Constants:
         return self._frozen
 
     def set(
-        self, *, scale: float | None = None, smoothing: torch.Tensor | None = None, rotation: bool | None = None
+        self,
+        *,
+        scale: float | None = None,
+        smoothing: torch.Tensor | None = None,
+        rotation: bool | None = None,
+        mixing: torch.Tensor | None = None,
     ) -> None:
         """Set what is given and leave the rest.
 
@@ -98,6 +126,7 @@ class Constants:
             scale: Decode scale of a codec with `constant_scale`.
             smoothing: `[H, D]` or `[D]`, positive.
             rotation: Whether to rotate.
+            mixing: `[H, D, D]` or `[D, D]`, invertible; of keys, in the place of smoothing.
 
         Raises:
             PlanError: A value is out of range, of the wrong shape, or of no use to this codec; or the constants are
@@ -110,11 +139,21 @@ class Constants:
             )
         checked_scale = self._scale if scale is None else self._check_scale(scale)
         checked_smoothing = self._smoothing if smoothing is None else self._check_smoothing(smoothing)
+        checked_mixing = self._mixing if mixing is None else self._check_mixing(mixing)
+        if checked_mixing is not None and checked_smoothing is not None:
+            raise PlanError(
+                f"{self.owner} has smoothing and mixing; a mixing matrix includes smoothing: give one of them"
+            )
         if rotation:
             self._check_quantised("rotation")
             rotation_block(self._vector)
-        self._scale, self._smoothing = checked_scale, checked_smoothing
+        self._scale, self._smoothing, self._mixing = checked_scale, checked_smoothing, checked_mixing
         self._rotation = self._rotation if rotation is None else bool(rotation)
+        block = rotation_block(self._vector) if self._rotation else 0
+        if checked_mixing is None:
+            self._maps = Maps(checked_smoothing, block)
+        else:
+            self._maps = Maps(mixing=Mixing.of(checked_mixing, block))
 
     def freeze(self) -> None:
         """Forbid changes from now on; called by the first write.
@@ -135,10 +174,11 @@ class Constants:
         """Return a hash of the values, equal in every process."""
         h = hashlib.blake2b(digest_size=16)
         h.update(b"scale" + (b"-" if self._scale is None else struct.pack("<f", self._scale)))
-        h.update(b"smoothing")
-        if self._smoothing is not None:
-            h.update(struct.pack("<2q", *self._smoothing.shape) + self._smoothing.cpu().numpy().astype("<f4").tobytes())
-        h.update(b"rotation" + struct.pack("<q", self.rotation_block))
+        for name, values in (("smoothing", self._smoothing), ("mixing", self._mixing)):
+            if values is not None:
+                shape = struct.pack(f"<{values.dim()}q", *values.shape)
+                h.update(name.encode() + shape + values.numpy().astype("<f4").tobytes())
+        h.update(b"rotation" + struct.pack("<q", rotation_block(self._vector) if self._rotation else 0))
         return h.digest()
 
     def _check_quantised(self, option: str) -> None:
@@ -156,19 +196,40 @@ class Constants:
         return check_scale(value, self.owner)
 
     def _check_smoothing(self, value: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        self._check_quantised("smoothing")
-        m = torch.as_tensor(value).detach().float().cpu()
-        shape = (self._num_heads, self._vector.dim)
-        if m.shape not in (shape, shape[1:]):
-            raise PlanError(f"smoothing of {self.owner} has shape {tuple(m.shape)}; expected {shape} or {shape[1:]}")
+        m = self._check_shape("smoothing", value, (self._num_heads, self._vector.dim))
         inside = (m >= SMALLEST_SMOOTHING) & (m <= LARGEST_SMOOTHING)
         if not bool(inside.all()):
             raise PlanError(
                 f"smoothing of {self.owner} holds {m[~inside][0].item()!r}; allowed are finite values from 2^-24 to"
                 " 2^24"
             )
+        return m
+
+    def _check_mixing(self, value: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self._part != "k":
+            raise PlanError(f"mixing is for keys alone; {self.owner} can have smoothing or rotation")
+        m = self._check_shape("mixing", value, (self._num_heads, self._vector.dim, self._vector.dim))
+        if not bool(m.isfinite().all()) or not bool((m.abs() <= LARGEST_SMOOTHING).all()):
+            raise PlanError(
+                f"mixing of {self.owner} holds numbers that are not finite or beyond 2^24; scale the matrix"
+            )
+        condition = torch.linalg.cond(m.double())
+        if not bool((condition <= LARGEST_CONDITION).all()):
+            raise PlanError(
+                f"mixing of {self.owner} has the condition number {float(condition.max()):.3g}; allowed are up to"
+                f" {LARGEST_CONDITION:g}, so that its inverse is exact enough. kvpool.KVCache.calibrate measures such"
+            )
+        return m
+
+    def _check_shape(self, option: str, value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        import torch
+
+        self._check_quantised(option)
+        m = torch.as_tensor(value).detach().float().cpu()
+        if m.shape not in (shape, shape[1:]):
+            raise PlanError(f"{option} of {self.owner} has shape {tuple(m.shape)}; expected {shape} or {shape[1:]}")
         return m.expand(shape).contiguous()
 
 
@@ -201,6 +262,7 @@ def set_layer(
     scales: Mapping[str, float | None],
     smoothing: torch.Tensor | Mapping[str, torch.Tensor] | None,
     rotation: bool | Mapping[str, bool] | None,
+    mixing: torch.Tensor | None,
 ) -> None:
     """Set constants of one layer.
 
@@ -209,6 +271,7 @@ def set_layer(
         scales: Decode scales by part; None leaves one.
         smoothing: By part; a tensor alone is that of the keys (`k`, or `latent`).
         rotation: By part; a bool alone holds for every quantised part except indexer keys.
+        mixing: Of the keys.
 
     Raises:
         PlanError: A part does not exist, or a value is refused; parts before it keep what they got.
@@ -227,6 +290,8 @@ def set_layer(
         given.setdefault(part, {})["smoothing"] = smooth
     for part, turn in turns.items():
         given.setdefault(part, {})["rotation"] = turn
+    if mixing is not None:
+        given.setdefault("k", {})["mixing"] = mixing
     for part, values in given.items():
         if part not in parts:
             raise PlanError(f"this layer stores no {part!r}; it stores {', '.join(sorted(parts)) or 'nothing'}")

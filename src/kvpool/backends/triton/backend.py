@@ -37,7 +37,6 @@ from kvpool.backends.triton.target import Target, find_target
 from kvpool.backends.triton.work import StepWork
 from kvpool.backends.triton.write import read_kernel, write_kernel
 from kvpool.codecs import Counts
-from kvpool.codecs.rotation import restore, transform, transform_query
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
 from kvpool.step import Step, StepBuffers
@@ -107,8 +106,8 @@ class TritonBackend:
     def store(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
         """Encode `x [T, H, D]` into `slots [T]` int64; -1 writes nothing."""
         arguments, constants = self.arguments(part), part.constants
-        if constants.smoothing is not None or constants.rotation:
-            x = transform(x, _on(constants.smoothing, x), constants.rotation_block)
+        if constants.maps:
+            x = constants.maps.on(x.device).store(x)
         self._encode(arguments, x, slots)
 
     def _encode(self, arguments: PartArguments, x: torch.Tensor, slots: torch.Tensor) -> None:
@@ -125,11 +124,10 @@ class TritonBackend:
 
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
         arguments, constants = self.arguments(part), part.constants
-        plain = constants.smoothing is None and not constants.rotation
-        target = out if plain else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        target = out if not constants.maps else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self._decode(arguments, slots, target)
-        if not plain:
-            out.copy_(restore(target, _on(constants.smoothing, target), constants.rotation_block))
+        if constants.maps:
+            out.copy_(constants.maps.on(out.device).restore(target))
 
     def _decode(self, arguments: PartArguments, slots: torch.Tensor, out: torch.Tensor) -> None:
         rows = rows_of(arguments.decode["WIDTH"], READ_ELEMENTS)
@@ -191,17 +189,14 @@ class TritonBackend:
             options.tree is not None,
             self.target.tile_rows,
         )
-        q = _transform_query(q, k)
-        back = v.constants.smoothing is not None or v.constants.rotation
-        target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if back else out
+        q = _asked(q, k)
+        maps = v.constants.maps
+        target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if maps else out
         self._launch(q, step, work, call, shape, sparse, options, target, lse)
-        if back:
+        if maps:
             whole = torch.zeros((*out.shape[:2], v.vector.dim), dtype=torch.float32, device=out.device)
             whole[..., :v_dim] = target
-            group = call.group
-            smoothing = _on(v.constants.smoothing, out)
-            smoothing = None if smoothing is None else smoothing.repeat_interleave(group, 0)
-            out.copy_(restore(whole, smoothing, v.constants.rotation_block)[..., :v_dim])
+            out.copy_(maps.on(out.device).restore(whole)[..., :v_dim])
 
     def _call(self, k: tuple[Part, ...], v: Part, v_dim: int, dtype: torch.dtype, heads: int) -> AttendArguments:
         key = (*k, v, v_dim, dtype, heads)
@@ -276,9 +271,7 @@ class TritonBackend:
             return
         arguments, work = self.arguments(part), self._work[step.buffers]
         tables = step.groups[part.group]
-        constants = part.constants
-        if constants.smoothing is not None or constants.rotation:
-            q = _transform_query(q, (part,))
+        q = _asked(q, (part,))
         call = score_arguments(arguments, q.dtype, self.target)
         tile_heads = power(heads, 16)
         tile_tokens = max(64 // tile_heads, 1) if work.max_rows > 1 else 1
@@ -361,18 +354,10 @@ def batches(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return out
 
 
-def _on(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Return a constant on the device of `like`."""
-    return None if tensor is None else tensor.to(like.device)
-
-
-def _transform_query(q: torch.Tensor, k: tuple[Part, ...]) -> torch.Tensor:
-    """Fold the smoothing and rotation of keys into the query, in the query's type."""
-    if all(part.constants.smoothing is None and not part.constants.rotation for part in k):
+def _asked(q: torch.Tensor, k: tuple[Part, ...]) -> torch.Tensor:
+    """Fold the maps of keys into the query, in the query's type."""
+    if not any(part.constants.maps for part in k):
         return q
     pieces = torch.split(q, [part.vector.dim for part in k], -1)
-    turned = [
-        transform_query(piece, _on(part.constants.smoothing, q), part.constants.rotation_block)
-        for piece, part in zip(pieces, k, strict=True)
-    ]
-    return torch.cat(turned, -1).to(q.dtype)
+    asked = [part.constants.maps.on(q.device).ask(piece) for piece, part in zip(pieces, k, strict=True)]
+    return torch.cat(asked, -1).to(q.dtype)

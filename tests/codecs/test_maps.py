@@ -1,4 +1,4 @@
-"""Smoothing and rotation: exact in what they promise, and worth it where the values have outlier channels."""
+"""Smoothing, rotation and mixing: exact in what they promise, and worth it where channels are unlike or alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpool.codecs import Vector, get_codec
-from kvpool.codecs.rotation import restore, rotate, rotation_block, transform, transform_query
+from kvpool.codecs.maps import Maps, Mixing, rotate, rotation_block
 from kvpool.errors import PlanError
 
 
@@ -35,9 +35,29 @@ def test_what_is_stored_agrees_with_the_definition_to_the_bit(
 ) -> None:
     x = (normal(40, heads, dim) * 3).bfloat16()
     m = normal(heads, dim, seed=1).abs() + 0.1 if smooth else None
-    got = transform(x, m, block if turn else 0)
+    got = Maps(m, block if turn else 0).store(x)
     want = define.mapped(x.float().numpy(), None if m is None else m.numpy(), block if turn else 0)
     assert np.array_equal(got.numpy().view(np.uint32), want.astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_what_is_stored_with_mixing_agrees_with_the_definition_to_the_bit(turn: bool) -> None:
+    heads, dim = 3, 96
+    x = (normal(40, heads, dim) * 3).bfloat16()
+    maps = Maps(mixing=Mixing.of(mixed(heads, dim), 32 if turn else 0))
+    want = define.multiplied(x.float().numpy(), maps.mixing.store.numpy())
+    assert np.array_equal(maps.store(x).numpy().view(np.uint32), want.view(np.uint32))
+
+
+def mixed(heads: int, dim: int, seed: int = 3) -> torch.Tensor:
+    return torch.eye(dim) + 0.4 * normal(heads, dim, dim, seed=seed) / dim**0.5
+
+
+def test_a_mixing_matrix_and_the_rotation_behind_it_are_one_product() -> None:
+    m = mixed(2, 64)
+    x = normal(9, 2, 64)
+    want = rotate(torch.einsum("nhd,hde->nhe", x.double(), m.double().inverse()).float(), 32)
+    assert (Maps(mixing=Mixing.of(m, 32)).store(x) - want).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -45,13 +65,14 @@ def test_dot_products_and_restored_vectors_are_those_of_the_originals(group: int
     heads, dim = 2, 96
     k, q = normal(7, heads, dim), normal(5, heads * group, dim, seed=1)
     m = normal(heads, dim, seed=2).abs() + 0.1
-    for smoothing, block in ((None, 0), (m, 0), (None, 32), (m, 32)):
-        stored = transform(k, smoothing, block)
-        asked = transform_query(q, smoothing, block)
+    every = [Maps(m), Maps(block=32), Maps(m, 32)]
+    every += [Maps(mixing=Mixing.of(mixed(heads, dim), block)) for block in (0, 32)]
+    for maps in every:
+        stored, asked = maps.store(k), maps.ask(q)
         want = torch.einsum("qhd,nhd->hqn", q, k.repeat_interleave(group, 1))
         got = torch.einsum("qhd,nhd->hqn", asked, stored.repeat_interleave(group, 1))
         assert (got - want).abs().max() < 1e-4
-        assert (restore(stored, smoothing, block) - k).abs().max() < 1e-5
+        assert (maps.restore(stored) - k).abs().max() < 1e-5
 
 
 def test_the_value_part_of_a_rotated_latent_is_restored_alone() -> None:
@@ -73,8 +94,9 @@ def test_huge_finite_vectors_stay_finite_and_infinities_stay_bad() -> None:
     x = torch.full((3, 1, 128), 3e38)
     x[2, 0, 5] = torch.inf
     m = torch.full((1, 128), 2.0**-24)
-    for smoothing, block in ((m, 0), (None, 128), (m, 128)):
-        stored = transform(x, smoothing, block)
+    mixing = Mixing.of(mixed(1, 128) * 2.0**-24, 128)
+    for maps in (Maps(m), Maps(block=128), Maps(m, 128), Maps(mixing=mixing)):
+        stored = maps.store(x)
         assert stored[:2].isfinite().all()
         assert not stored[2].isfinite().all()
 
@@ -94,7 +116,8 @@ def keys_with_outliers(n: int = 2048, heads: int = 2, dim: int = 128) -> tuple[t
 def small_channel_error(codec_name: str, x: torch.Tensor, smoothing: torch.Tensor | None, block: int) -> float:
     """Relative error of the channels that are no outliers."""
     codec, vector = get_codec(codec_name), Vector((x.shape[-1],))
-    back = restore(codec.decode(codec.encode(transform(x, smoothing, block), vector), vector), smoothing, block)
+    maps = Maps(smoothing, block)
+    back = maps.restore(codec.decode(codec.encode(maps.store(x), vector), vector))
     small = [d for d in range(x.shape[-1]) if d not in (3, 40, 77, 120)]
     return float((back - x)[..., small].norm() / x[..., small].norm())
 
