@@ -41,6 +41,7 @@ CALLS: dict[str, tuple[Callable[[Scene], Any], str]] = {
     "a tensor on another device": (lambda s: s.cache.write(0, s.step, s.k.to("meta"), s.v), "tensor on cpu, got"),
     "a sparse tensor": (lambda s: s.cache.write(0, s.step, s.k.to_sparse(), s.v), "strided tensor"),
     "a list": (lambda s: s.cache.write(0, s.step, s.k.tolist(), s.v), "k must be a tensor, got list"),
+    "a query as a list": (lambda s: s.cache.attend(0, s.step, s.q.tolist()), "q must be a tensor, got list"),
     "fp64": (lambda s: s.cache.write(0, s.step, s.k.double(), s.v), "float32, bfloat16 or float16"),
     "too few tokens": (lambda s: s.cache.write(0, s.step, s.k[1:], s.v), r"\[T, H, D\] = \[20, 2, 64\]"),
     "keys without values": (lambda s: s.cache.write(0, s.step, s.k), "give k and v"),

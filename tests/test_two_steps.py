@@ -145,3 +145,18 @@ def test_nothing_fits_beside_an_open_step_while_a_resize_waits():
         assert cache.resize(cache.plan.budget_bytes // 2).waiting
         assert cache.fits([(b, 2)]) == 0
     assert cache.fits([(b, 2)]) == 1
+
+
+def test_a_step_that_was_not_started_writes_nothing_and_none_starts_twice():
+    cache = small_cache()
+    a, b = cache.sequence([1, 2, 3]), cache.sequence([4, 5])
+    one, two = opened(cache, [a]), cache.step([(b, 2)], start=False)
+    plan = cache.plan.spec.layers[0].kinds[0]
+    k = torch.zeros(2, plan.num_kv_heads, plan.head_dim)
+    with pytest.raises(kv.LayoutError, match="needs a started step"):
+        cache.write(0, two, k, k)
+    one.close()
+    two.start()
+    cache.write(0, two, k, k)
+    with pytest.raises(kv.KVError, match="was started already"):
+        two.start()

@@ -56,9 +56,11 @@ def check_slots(name: str, slots: torch.Tensor, dims: int, device: torch.device)
 
 
 def open_step(step: Step, what: str) -> None:
-    """Raise `LayoutError` unless a step is open."""
+    """Raise `LayoutError` unless a step is open and started."""
     if not step.open:
         raise LayoutError(f"{what} needs an open step; this one has ended")
+    if not step.started:
+        raise LayoutError(f"{what} needs a started step; call its start() once the step before has run")
 
 
 def write(backend: Backend, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:
@@ -104,6 +106,8 @@ def attend(
         LayoutError: A tensor does not fit.
     """
     open_step(step, "attend")
+    if not isinstance(q, torch.Tensor):
+        raise LayoutError(f"q must be a tensor, got {type(q).__name__}")
     shape = q.shape  # each access makes a tuple
     if len(shape) != 3 or shape[1] % v.num_heads:
         raise LayoutError(f"q must be [T, Q, D] with Q a multiple of {v.num_heads} KV heads, got {list(shape)}")

@@ -156,6 +156,7 @@ class Step:
         total_tokens: T; of a padded step, what it is padded to.
         padded: Its tensors have the extents asked for, whatever it computes.
         open: It has not ended yet, and was not cancelled.
+        started: Its tensors are ready.
         next_ids: `[num_samples]` int64 on its device: what was sampled, for a next step that is opened before the ids
             are known; set by whoever samples.
         done: On CUDA, after its end: recorded behind its work, for other streams to wait for.
@@ -182,7 +183,7 @@ class Step:
         if pad_to is not None:
             buffers.pad(self.num_sequences, self.total_tokens, self.num_samples, pad_to)
             self.num_sequences, self.total_tokens = pad_to
-        self.open = True
+        self.open, self.started = True, False
         self._close, self._carry_out, self._after = close, carry_out, after
 
     def start(self) -> Self:
@@ -191,8 +192,10 @@ class Step:
         Steps start in the order they were opened: this one's copies and tensors may be what an older one still reads.
 
         Raises:
-            KVError: It has tokens that the step before samples, and that one has no `next_ids` yet.
+            KVError: It has tokens that the step before samples, and that one has no `next_ids` yet; or it was started.
         """
+        if self.started:
+            raise KVError("this step was started already; only one opened with start=False is started by its user")
         self.buffers.upload()
         if self._after is not None:
             if self._after.next_ids is None:
@@ -202,6 +205,7 @@ class Step:
             self._after = None
         if self._carry_out is not None:
             self._carry_out(self)
+        self.started = True
         return self
 
     @property
