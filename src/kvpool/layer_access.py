@@ -159,10 +159,23 @@ class LayerAccess(LayerConstants):
         part, shape = self._state(layer, step, name)
         return ops.state_read(self.backend, part, shape, step.groups[part.group].read_slots)
 
-    def state_write(self, layer: int, step: Step, name: str, states: torch.Tensor) -> None:
-        """Store the states `[S, *shape]` the step's sequences end in, in fresh slots: a failed step changes none."""
+    def state_write(self, layer: int, step: Step, name: str, states: torch.Tensor, *, draft: int | None = None) -> None:
+        """Store the states the step's sequences end in, in fresh slots: a failed step changes none.
+
+        Args:
+            layer: Model layer.
+            step: An open step.
+            name: Of the layer's states.
+            states: `[S, *shape]`.
+            draft: These are the states after this draft of every sequence, of which `accept` keeps one; None: those
+                before all drafts.
+        """
         part, shape = self._state(layer, step, name)
-        ops.state_write(self.backend, part, shape, step.groups[part.group].write_slots, states)
+        tables = step.groups[part.group]
+        if draft is not None and draft not in range(tables.draft_slots.shape[1]):
+            raise LayoutError(f"draft must be one of 0..{tables.draft_slots.shape[1] - 1} (num_draft), got {draft}")
+        slots = tables.write_slots if draft is None else tables.draft_slots[:, draft].contiguous()
+        ops.state_write(self.backend, part, shape, slots, states)
 
     def state(self, layer: int, step: Step, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(read view, read slots, write view, write slots)` of a state in a plain format.

@@ -31,7 +31,8 @@ class GroupTensors:
         block_table: `[S, M]` int32, -1 where not held.
         seq_lens: `[S]` int32, tokens of each sequence after the step.
         read_slots: State groups: `[S]` int32, the state each sequence starts from; -1 for none.
-        write_slots: State groups: `[S]` int32, the state each sequence ends in.
+        write_slots: State groups: `[S]` int32, the state each sequence ends in, its drafts left out.
+        draft_slots: State groups: `[S, K]` int32, the state after each of its drafts; -1 for none. K is the plan's.
     """
 
     slots: torch.Tensor
@@ -39,6 +40,7 @@ class GroupTensors:
     seq_lens: torch.Tensor
     read_slots: torch.Tensor
     write_slots: torch.Tensor
+    draft_slots: torch.Tensor
 
 
 class StepBuffers:
@@ -73,7 +75,7 @@ class StepBuffers:
             a.sample_seqs,
         ]
         for g in a.groups:
-            flat += [g.slots, g.block_table, g.seq_lens, g.read_slots, g.write_slots]
+            flat += [g.slots, g.block_table, g.seq_lens, g.read_slots, g.write_slots, g.draft_slots]
         self._staging: Staging | None = None
         tensors = tuple(torch.from_numpy(array) for array in flat)
         if staged or (staged is None and torch.device(device).type != "cpu"):
@@ -81,7 +83,7 @@ class StepBuffers:
             tensors = self._staging.tensors
             self.root = self if share is None else share.root
         self.token_ids, self.positions, self.cu_seqlens, self.num_tokens, self.last_rows, self.sample_seqs = tensors[:6]
-        self.groups = tuple(GroupTensors(*tensors[i : i + 5]) for i in range(6, len(tensors), 5))
+        self.groups = tuple(GroupTensors(*tensors[i : i + 6]) for i in range(6, len(tensors), 6))
         self.device = self.token_ids.device
 
     def pad(self, num_sequences: int, num_tokens: int, num_samples: int, pad_to: tuple[int, int]) -> None:
@@ -106,7 +108,7 @@ class StepBuffers:
         for g in a.groups:
             g.slots[num_tokens:tokens] = -1
             g.seq_lens[num_sequences:rows] = 0
-            for table in (g.block_table, g.read_slots, g.write_slots):
+            for table in (g.block_table, g.read_slots, g.write_slots, g.draft_slots):
                 table[num_sequences:rows] = -1
 
     def point_at_samples(self, decision: StepDecision, last: StepDecision) -> bool:
@@ -248,7 +250,9 @@ class Step:
         """The tables of every group, cut to this step."""
         t, s = self.total_tokens, self.num_sequences
         return tuple(
-            GroupTensors(g.slots[:t], g.block_table[:s], g.seq_lens[:s], g.read_slots[:s], g.write_slots[:s])
+            GroupTensors(
+                g.slots[:t], g.block_table[:s], g.seq_lens[:s], g.read_slots[:s], g.write_slots[:s], g.draft_slots[:s]
+            )
             for g in self.buffers.groups
         )
 

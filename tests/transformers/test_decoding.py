@@ -10,7 +10,9 @@ from harness import CACHE, check_same, counted_attends, generate
 from tiny_models import prompts, tiny
 from transformers import PreTrainedModel
 
+import kvpool as kv
 from kvpool.transformers import PagedCache
+from kvpool.transformers.bridge import cache_argument
 
 MODES = ["kernel", "gather"]
 
@@ -82,6 +84,77 @@ def test_assisted_decoding_gives_the_same_tokens(mode: str) -> None:
         )
         assert torch.equal(want, got)
     cache.cache.check()
+
+
+def nearly(family: str, **config: int) -> torch.nn.Module:
+    """A model that agrees with `tiny(family, seed=1)` now and then."""
+    model, noise = tiny(family, seed=1), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.02 * weights.std() * torch.randn(weights.shape, generator=noise) if weights.dim() > 1 else 0
+    model.generation_config.num_assistant_tokens = 6
+    model.generation_config.assistant_confidence_threshold = 0
+    return model
+
+
+def test_convolutions_take_drafts_back_token_by_token() -> None:
+    model, (ids, mask) = tiny("lfm2", seed=1), prompts([70])
+    options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "assistant_model": nearly("lfm2")}
+    want = model.generate(ids, **options)
+    cache = paged(model, "kernel")
+    kept: list[int] = []
+    accept = cache.cache.accept
+    cache.cache.accept = lambda row, indices: (kept.append(len(indices)), accept(row, indices))
+    for _ in range(2):
+        assert torch.equal(want, model.generate(ids, **options, **{CACHE: cache}))
+    assert {0, 6} < set(kept[1:])  # all, none and some of six drafts
+    seen = cache.cache.stats().hit_tokens
+    assert torch.equal(want, model.generate(ids, **options, **{CACHE: cache}))
+    assert cache.cache.stats().hit_tokens - seen == 32  # up to the last border before the drafts may begin
+    cache.cache.check()
+
+
+def test_a_failed_forward_of_drafts_leaves_the_row_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, mask) = tiny("lfm2", seed=1), prompts([12])
+    ids, mask = ids.repeat(1, 3), mask.repeat(1, 3)
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "prompt_lookup_num_tokens": 5}
+    want = model.generate(ids, **options)
+    cache, calls = paged(model, "kernel"), []
+    attend = cache.cache.attend
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 8:
+            raise ZeroDivisionError
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(cache.cache, "attend", failing)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(ids, **options, **{CACHE: cache})
+    cache.cache.check()
+    assert torch.equal(want, model.generate(ids, **options, **{CACHE: cache}))
+
+
+def test_more_drafts_than_states_are_refused_with_the_numbers() -> None:
+    model, (ids, mask) = tiny("lfm2", seed=1), prompts([12])
+    ids, mask = ids.repeat(1, 3), mask.repeat(1, 3)
+    cache = paged(model, "kernel", num_draft=2)
+    with pytest.raises(kv.UnsupportedError, match="5 drafts at once: at most 2 can be taken back"):
+        model.generate(
+            ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=9, do_sample=False, prompt_lookup_num_tokens=5
+        )
+
+
+@pytest.mark.parametrize("family", ["mamba2", "jamba", "qwen3_next", "minimax"])
+def test_what_transformers_cannot_take_back_is_refused_here_too(family: str) -> None:
+    model, (ids, mask) = tiny(family), prompts([12])
+    ids, mask = ids.repeat(1, 3), mask.repeat(1, 3)
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "prompt_lookup_num_tokens": 4}
+    for cache in ({}, {cache_argument(model): paged(model, "kernel")}):
+        with pytest.raises(
+            (ValueError, RuntimeError, kv.UnsupportedError), match=r"stateful|requires a cache|cannot be rolled back"
+        ):
+            model.generate(ids, **options, **cache)
 
 
 def test_a_second_assisted_call_reuses_a_long_prompt() -> None:

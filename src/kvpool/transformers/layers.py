@@ -96,16 +96,20 @@ class StateLayer(Owned, LinearAttentionLayer):
         kinds: The states it keeps.
     """
 
-    is_croppable = False
     is_compileable = False
 
     def __init__(self, owner: StepCache, layer: int, kinds: tuple[StateKind, ...]) -> None:
         LinearAttentionLayer.__init__(self)
         Owned.__init__(self, owner, layer)
         self.kinds = kinds
+        self.record_past = False  # transformers' name: its models then leave all columns of a forward
+        #: Drafts at the end of every row of the running forward; the states after each are kept.
+        self.num_drafts = 0
 
-    def activate_past_recording(self) -> None:
-        """States cannot be rolled back token by token; assisted decoding asks `is_croppable` and refuses."""
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the states before the last forward's drafts are kept."""
+        return bool(self.record_past)
 
     def load(self, dtype: torch.dtype) -> None:
         """Take the states the step's sequences start from; nothing when no sequence has one yet."""
@@ -135,9 +139,11 @@ class StateLayer(Owned, LinearAttentionLayer):
         assert step is not None
         for kind in self.kinds:
             state = self.conv_states[0] if kind.name == CONV else self.recurrent_states[0]
-            if state is not None and kind.name == CONV:
-                state = state[..., -kind.shape[-1] :]
-            if state is None:
+            columns = state
+            if columns is not None and kind.name == CONV:
+                columns = torch.nn.functional.pad(columns, (kind.shape[-1], 0))  # a short first forward left few
+                state = before(columns, self.num_drafts, kind.shape[-1])
+            if state is None or columns is None:
                 raise SpecError(
                     f"layer {self.layer} left no state {kind.name!r} in its cache: {type(self.owner.model).__name__}"
                     " keeps its recurrent states in its modules, not in its cache, where nothing can share them"
@@ -148,6 +154,9 @@ class StateLayer(Owned, LinearAttentionLayer):
                     f" {list(state.shape[1:])}"
                 )
             self.owner.cache.state_write(self.layer, step, kind.name, state)
+            for draft in range(self.num_drafts):  # only of convolutions
+                state = before(columns, self.num_drafts - 1 - draft, kind.shape[-1])
+                self.owner.cache.state_write(self.layer, step, kind.name, state, draft=draft)
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -156,7 +165,13 @@ class StateLayer(Owned, LinearAttentionLayer):
             flags[0] = False
 
 
-class HybridLayer(StateLayer, AttentionLayer):  # type: ignore[no-untyped-call]
+def before(columns: torch.Tensor, last: int, width: int) -> torch.Tensor:
+    """Return the convolution's state `[B, C, width]` before the last columns `[B, C, n]` it was given."""
+    end = columns.shape[-1] - last
+    return columns[..., end - width : end].contiguous()
+
+
+class HybridLayer(StateLayer, AttentionLayer):  # type: ignore[no-untyped-call, override]
     """One layer with both attention and a recurrent state."""
 
     def __init__(self, owner: StepCache, layer: int, kinds: tuple[StateKind, ...]) -> None:

@@ -12,18 +12,21 @@ from transformers import PreTrainedModel
 from kvpool.cache import KVCache
 from kvpool.dtypes import dtype
 from kvpool.errors import KVError, LayoutError, UnsupportedError
+from kvpool.kinds import StateKind
 from kvpool.ledger import Retention
 from kvpool.plan import Plan, make_plan
 from kvpool.sequence import Sequence
 from kvpool.spec import CacheSpec
 from kvpool.step import Step
 from kvpool.transformers.dense import DenseMap
-from kvpool.transformers.layers import needs_single_steps
+from kvpool.transformers.layers import CONV, needs_single_steps
 from kvpool.transformers.rows import Rows
 from kvpool.transformers.steps import StepCache
 
 #: Rows of an assisted decoding's first forward that are computed even when they are cached: its drafts are among them.
 DRAFT_ROWS = 64
+#: States kept for drafts by default, where they are columns of convolutions: a few percent of a sequence.
+DRAFT_STATES = 31
 MODES = ("auto", "kernel", "gather")
 
 
@@ -46,7 +49,8 @@ class PagedCache(StepCache):
         salt: Only caches and calls with the same salt share blocks.
         retention: Priorities of token ranges of every prompt, after release.
         plan: A ready plan, instead of the five arguments that describe one.
-        options: More keywords for `make_plan` (`max_seq_len`, `max_sequences`, `max_step_tokens`, ...).
+        options: More keywords for `make_plan` (`max_seq_len`, `max_sequences`, `max_step_tokens`, ...); `num_draft` is
+            the most drafts of assisted decoding for models of convolutions (LFM2), 31 by default: each has a state.
 
     Raises:
         UnsupportedError: The model, or the mode for this model, is not supported.
@@ -82,6 +86,7 @@ class PagedCache(StepCache):
         self._members: list[Sequence | None] = []  # the rows of the open step, and how many columns they have
         self._columns = 0
         self._slots: dict[int, torch.Tensor] = {}  # of the open step, by group; only when gathering
+        self._num_drafts = 0  # last columns that the last forward computed and `crop` has not spoken of yet
         self._single_steps = any(needs_single_steps(layer) for layer in self.cache.plan.spec.layers)
         self._fresh = True
 
@@ -95,21 +100,29 @@ class PagedCache(StepCache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         self.abort()
+        self._keep()
         self._fresh = True
         self.rows.uncached = 0
+        for layer in self._states:
+            layer.record_past = False
 
     def activate_past_recording(self) -> None:
         """Called when assisted decoding begins.
 
+        The states of convolutions are columns of their input, of which a forward gives one a draft; each is kept until
+        `crop` says which drafts go.
+
         Raises:
             UnsupportedError: The model keeps recurrent states, of which drafts cannot be taken back.
         """
-        if self._states:
+        if any(kind.name != CONV for layer in self._states for kind in layer.kinds):
             raise UnsupportedError(
                 f"the recurrent states of {type(self.model).__name__} cannot be rolled back by a few tokens: call"
                 " generate without prompt_lookup_num_tokens and without an assistant_model"
             )
-        self.rows.uncached = DRAFT_ROWS
+        self.rows.uncached = (self._states and self.cache.plan.num_draft + 1) or DRAFT_ROWS
+        for layer in self._states:
+            layer.record_past = True
 
     def prepare(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
         return self.begin(input_ids, attention_mask)
@@ -131,6 +144,7 @@ class PagedCache(StepCache):
             OutOfBlocks: The batch does not fit; nothing was computed.
         """
         self.abort()
+        self._keep()
         ids, mask = self.rows.whole(input_ids, attention_mask)
         if self.rows.uncached and self._fresh:
             self.rows.release()  # a row that goes on would leave too few columns for the drafts
@@ -187,7 +201,8 @@ class PagedCache(StepCache):
         rows = [row for row in self.rows.sequences if row is not None]
         if not rows:
             raise LayoutError("every row of the batch is padding; attention_mask shows no token")
-        step = self.cache.step([(row, len(row)) for row in rows])
+        drafts = self._take_drafts(rows)
+        step = self.cache.step([(row, len(row)) for row in rows], drafts=drafts)
         if step.num_samples != len(rows):
             step.close(failed=True)
             raise KVError(
@@ -198,6 +213,23 @@ class PagedCache(StepCache):
         dense = DenseMap.right_aligned([0 if row is None else next(counts) for row in self.rows.sequences])
         self._set_step(step, dense, self.rows.sequences, self.rows.columns)
         return dense.columns
+
+    def _take_drafts(self, rows: list[Sequence]) -> dict[Sequence, tuple[list[int], None]]:
+        """Take the tokens behind the next one out of a single row, where each is to have a state of its own."""
+        count = len(rows[0]) - rows[0].num_computed_tokens - 1
+        recording = any(layer.record_past for layer in self._states)
+        self._num_drafts = count if recording and len(rows) == 1 and count <= self.cache.plan.num_draft else 0
+        if not self._num_drafts:
+            return {}
+        drafts = rows[0].tokens[-count:]
+        rows[0].rewind(count)
+        return {rows[0]: (drafts, None)}
+
+    def _keep(self, num_drafts: int | None = None) -> None:
+        """Make the first drafts of the last forward tokens of their row, all by default; the others are gone."""
+        drafts, self._num_drafts = self._num_drafts, 0
+        if drafts and self.rows.sequences and (row := self.rows.sequences[0]) is not None:
+            self.cache.accept(row, range(drafts if num_drafts is None else num_drafts))
 
     def _set_step(self, step: Step, dense: DenseMap, members: list[Sequence | None], columns: int) -> None:
         self.step, self.dense, self._members, self._columns = step, dense, members, columns
@@ -219,6 +251,13 @@ class PagedCache(StepCache):
             expected = [self.dense.batch, self.dense.columns]
             self.abort()
             raise LayoutError(f"the open step computes {expected} ids, the model was given {list(ids.shape)}")
+        wanted = kwargs.get("logits_to_keep")
+        if self.rows.uncached and isinstance(wanted, int) and wanted > (columns := self.dense.columns):
+            self.abort()
+            fix = "make PagedCache with a larger num_draft" if self._states else "draft fewer"
+            raise UnsupportedError(f"{wanted - 1} drafts at once: at most {columns - 1} can be taken back; {fix}")
+        for layer in self._states:
+            layer.num_drafts = self._num_drafts
         self.load_states()
 
     def after_forward(self, failed: bool) -> None:
@@ -234,6 +273,9 @@ class PagedCache(StepCache):
             self._slots.clear()
             if step is not None:
                 step.close(failed=failed)
+                if failed:
+                    self.rows.forget(self._num_drafts)
+                    self._num_drafts = 0
 
     def abort(self) -> None:
         self.after_forward(failed=True)
@@ -281,8 +323,11 @@ class PagedCache(StepCache):
         if tokens_to_remove > 0:
             raise LayoutError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
         self.abort()
-        if tokens_to_remove:
-            self.rows.crop(-tokens_to_remove)
+        gone = min(-tokens_to_remove, self._num_drafts)
+        self._keep(self._num_drafts - gone)
+        self.rows.forget(gone)
+        if -tokens_to_remove > gone:
+            self.rows.crop(-tokens_to_remove - gone)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row `i` what row `beam_idx[i]` was; rows named twice share their blocks."""
@@ -299,11 +344,13 @@ class PagedCache(StepCache):
 
     def _select(self, sources: list[int]) -> None:
         self.abort()
+        self._keep()
         self.rows.select(sources)
 
     def reset(self) -> None:
         """Release every row. What was computed stays known to later prompts until its blocks are needed."""
         self.abort()
+        self._keep()
         self.rows.release()
 
     def close(self) -> None:
@@ -331,6 +378,9 @@ def plan_for(
     limits: dict[str, Any] = (
         {"max_step_tokens": 8192} if budget is None else {"max_step_tokens": 8192, "budget": budget}
     )
+    states = {kind.name for layer in spec.layers for kind in layer.kinds if isinstance(kind, StateKind)}
+    if states == {CONV}:
+        limits["num_draft"] = DRAFT_STATES
     if any(needs_single_steps(layer) for layer in spec.layers):
         limits["checkpoint_interval"] = spec.max_seq_len  # a prefill is not cut but before its last block
     return make_plan(

@@ -46,8 +46,8 @@ class Rows:
         """Columns of the batch."""
         return self.ids.shape[1]
 
-    def _open(self, tokens: list[int], uncached: int = 0) -> Sequence:
-        uncached = max(uncached, self.uncached)
+    def _open(self, tokens: list[int], uncached: int = 0, held_back: int = 0) -> Sequence:
+        uncached = max(uncached, self.uncached - held_back)
         limit = max(len(tokens) - uncached, 0) if uncached else None
         return self._cache.sequence(tokens, salt=self.salt, retention=self.retention, max_cached_tokens=limit)
 
@@ -122,7 +122,7 @@ class Rows:
         held_back = hold_back(sum(map(len, new.values())))
         for b, tokens in new.items():
             cut = len(tokens) - held_back if len(tokens) > held_back else len(tokens)
-            kept[b] = self._open(tokens[:cut])
+            kept[b] = self._open(tokens[:cut], held_back=len(tokens) - cut)
             if cut < len(tokens):
                 self.tails[b] = tokens[cut:]
 
@@ -131,6 +131,10 @@ class Rows:
         for b, sequence in enumerate(self.sequences):
             if sequence is not None:
                 self.sequences[b] = self._rewound(sequence, num_columns)
+        self.forget(num_columns)
+
+    def forget(self, num_columns: int) -> None:
+        """Forget last columns that no sequence has."""
         self.ids, self.mask = self.ids[:, : self.columns - num_columns], self.mask[:, : self.columns - num_columns]
 
     def _rewound(self, sequence: Sequence, num_tokens: int) -> Sequence:
