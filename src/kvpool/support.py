@@ -58,8 +58,11 @@ def _triton(pool: PoolPlan, lifetime: Lifetime | None) -> str:
         if planes and max(scales, 1) != rows:
             return f"{pool.codec} keeps one scale for the {rows} rows of a state, which no Triton kernel stores"
         return ""
-    if scales > 1 and (isinstance(pool.kind, KVKind) or (isinstance(pool.kind, LatentKind) and len(pool.parts) > 1)):
+    if scales > 1 and isinstance(pool.kind, KVKind):
         return f"{pool.codec} keeps {scales} scales a vector of {pool.vector.dim}, which no Triton kernel attends to"
+    piece = pool.vector.segments[0]
+    if scales > 1 and isinstance(pool.kind, IndexerKind) and (piece < 16 or piece & (piece - 1)):
+        return f"{pool.codec} keeps a scale for {piece} elements; Triton kernels take a power of two from 16"
     return ""
 
 
@@ -72,6 +75,10 @@ def _flashinfer(pool: PoolPlan, lifetime: Lifetime | None) -> str:
         return "FlashInfer has no kernel for chunked attention; use backend='triton'"
     if lifetime is not None and lifetime.sink_tokens:
         return "FlashInfer has no kernel for sink tokens before a window; use backend='triton'"
+    if isinstance(pool.kind, LatentKind) and lifetime is not None and lifetime.window is not None:
+        return "FlashInfer has no kernel for windows over latents; use backend='triton'"
+    if isinstance(pool.kind, LatentKind) and pool.vector.dim != pool.kind.kv_lora_rank + pool.kind.qk_rope_head_dim:
+        return "FlashInfer takes latents and their rope part in one format only; use backend='triton'"
     data, *scales = ((p.name, p.dtype) for p in get_codec(pool.codec).planes(pool.vector))
     codes = data[1] in FLASHINFER_CODES and tuple(scales) in FLASHINFER_SCALES
     if data[1] in FLASHINFER_PLAIN or (codes and not isinstance(pool.kind, LatentKind)):

@@ -44,8 +44,9 @@ CODECS_HEAD = """
 
 For every family and codec: the backends that store it and attend to it, with K and V, latents and all layouts
 (LAYOUTS); `-` where the codec cannot store the vectors of that (tiny) model, with the reason below. `reference` and
-`cpu` run every row of this table for every layout in the tests, the whole model through; `triton` and `flashinfer`
-attend to the same pools in tests of their kernels. `kvpool plan CONFIG` prints these rows for a model of yours: its
+`cpu` run every row of this table for every layout in the tests, the whole model through; `triton`'s cells
+are run, or refused, kind by kind in its interpreter, and `flashinfer`'s are those its adapter takes
+(`tests/triton/test_cells.py`). `kvpool plan CONFIG` prints these rows for a model of yours: its
 head sizes decide, not its family.
 
 """

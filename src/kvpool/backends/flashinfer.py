@@ -22,9 +22,7 @@ WORKSPACE_BYTES = 128 << 20
 
 
 def refusal(k: tuple[Part, ...], v: Part, options: Attention) -> str:
-    """Return what of a call FlashInfer has no kernel for; empty when it has one."""
-    if v is k[0] or len(k) > 1:
-        return "latents of other formats than plain ones" if v.codec.quantised or k[-1].codec.quantised else ""
+    """Return what of a call FlashInfer has no kernel for; empty when it has one, if it knows the format."""
     if options.lifetime.chunk is not None:
         return "chunked attention"
     if options.lifetime.sink_tokens:
@@ -33,6 +31,14 @@ def refusal(k: tuple[Part, ...], v: Part, options: Attention) -> str:
         return "sparse slots"
     if options.tree is not None:
         return "tree masks"
+    if v is not k[0]:
+        return ""
+    if len(k) > 1:
+        return "latents whose rope part has a format of its own"
+    if v.planes["data"].tensor.dtype not in (torch.float16, torch.bfloat16):
+        return f"latents in {v.codec.name}"
+    if options.lifetime.window is not None or options.softcap or options.sinks is not None:
+        return "windows, softcaps and sinks over latents"
     return ""
 
 
@@ -74,7 +80,7 @@ class FlashInferBackend(TritonBackend):
         for part in (*k, v):
             part.constants.freeze()
         if v is k[0]:
-            self._attend_latent(q, k, v_dim, step, options, out, lse)
+            self._attend_latent(q, v, v_dim, step, options, out, lse)
             return
         cache = paged_cache(k[0], v)
         wrapper = self._plan(q, k[0], v, cache, step, options)
@@ -126,30 +132,30 @@ class FlashInferBackend(TritonBackend):
     def _attend_latent(
         self,
         q: torch.Tensor,
-        k: tuple[Part, ...],
+        part: Part,
         v_dim: int,
         step: Step,
         options: Attention,
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        planes = [part.planes["data"].tensor[:, 0] for part in k]  # [pages, page, D]
-        latent, rope = planes if len(planes) == 2 else (planes[0][..., :v_dim], planes[0][..., v_dim:])
-        key = ("latent", k[0].group, q.shape[1], v_dim, rope.shape[-1], q.dtype, latent.dtype, options.scale)
+        whole = part.planes["data"].tensor[:, 0]  # [pages, page, D]
+        latent, rope = whole[..., :v_dim], whole[..., v_dim:]
+        key = ("latent", part.group, q.shape[1], v_dim, rope.shape[-1], q.dtype, latent.dtype, options.scale)
         if key not in self._wrappers:
             self._wrappers[key] = self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2")
         wrapper = self._wrappers[key]
         if key not in self._planned:
-            indptr, indices, _ = step.paged(k[0].group)
+            indptr, indices, _ = step.paged(part.group)
             wrapper.plan(
                 step.cu_seqlens,
                 indptr,
                 indices.clamp(min=0),
-                step.groups[k[0].group].seq_lens,
+                step.groups[part.group].seq_lens,
                 q.shape[1],
                 v_dim,
                 rope.shape[-1],
-                k[0].tokens_per_block,
+                part.tokens_per_block,
                 True,
                 options.scale,
                 q.dtype,
