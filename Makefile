@@ -16,7 +16,7 @@ run: build
 	$(VENV)/bin/kvpool run
 
 test: build
-	$(PYTHON_VENV) -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu"
 
 check: lint types build
 	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model and not compile"

@@ -32,7 +32,8 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // workers, 1))
     network, tokenizer = load_model(None, "fp32", notify=lambda text: None)
     return network, tokenizer
 
