@@ -52,7 +52,7 @@ def check(rows: list[dict[str, Any]], *, spill_bytes: int = 0) -> None:
             faults.append(f"{name} has no 16-byte load")
         if row["kernel"] == "attend_kernel" and not row["dots"] and not re.search(r"\bfp32\b", row["variant"]):
             faults.append(f"{name} does not use tensor cores")
-        if row["kernel"] in ("write_kernel", "read_kernel") and (row["fused"] or row["flushed"]):
+        if row["kernel"] in ("write_kernel", "read_kernel", "mix_kernel") and (row["fused"] or row["flushed"]):
             faults.append(f"{name} fuses or flushes: {row['fused']} fma, {row['flushed']} ftz")
     assert not faults, "\n".join(faults)
 

@@ -91,3 +91,14 @@ def test_every_codec_kind_layout_and_source_type_writes_and_reads_to_the_bit(
     if codec.startswith("index") and kind != "kv":
         pytest.skip("indexer keys are one kind")
     check(*scene_of(codec, kind, layout, dtype))
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8", "nvfp4-token"])
+@pytest.mark.parametrize("rotation", [False, True])
+def test_mixed_vectors_are_the_references_to_the_bit(codec: str, rotation: bool) -> None:
+    scene, part = scene_of(codec, "kv", "HND", torch.bfloat16)
+    heads, dim = part.num_heads, part.vector.dim
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.eye(dim) + 0.4 * torch.randn(heads, dim, dim, generator=generator) / dim**0.5
+    part.constants.set(mixing=matrix, rotation=rotation)
+    check(scene, part)

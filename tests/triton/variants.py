@@ -64,6 +64,19 @@ def write_and_read(kind: Any, common: dict[str, Any], name: str) -> Run:
     return run
 
 
+def mixed(codec: str) -> Run:
+    def run(target: Any) -> None:
+        scene = Scene(GQA, codec, **BF16, **DECODE)
+        k, v = scene.parts("k", "v")
+        k.constants.set(mixing=torch.eye(128), rotation=True)
+        rows = scene.step.total_tokens
+        x = torch.empty((rows, 8, 128), dtype=scene.dtype)
+        begin(target, scene).write((k,), (x,), scene.step)
+        attend(target, scene, (k,), v, 128, 32)
+
+    return run
+
+
 def kv(scene: Scene, heads: int, **options: Any) -> Run:
     def run(target: Any) -> None:
         k, v = scene.parts("k", "v")
@@ -208,4 +221,5 @@ def variants(full: bool) -> Iterator[tuple[str, Run]]:
     yield from formats(full)
     yield from asked(full)
     yield from shapes(full)
+    yield "mixing", mixed("fp8")
     yield "copies", copies(Scene(GQA, "fp8", **BF16, **DECODE))

@@ -18,6 +18,7 @@ channel after channel.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,13 +78,17 @@ def multiply(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return `x M` of each head, summed channel after channel: the same bits on every machine.
 
     Args:
-        x: fp32 `[..., H, D]`.
+        x: fp32 `[..., Q, D]`; head i takes the matrix `i // (Q / H)`.
         matrix: fp32 `[H, D, D]`.
     """
+    matrix = _for_heads(matrix, x.shape[-2])
     out = x[..., :1] * matrix[:, 0]
     for i in range(1, x.shape[-1]):
         out = out + x[..., i : i + 1] * matrix[:, i]
     return out
+
+
+Multiply = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,11 +152,12 @@ class Maps:
             None if m is None else Mixing(m.store.to(device), m.restore.to(device), m.ask.to(device)),
         )
 
-    def store(self, x: torch.Tensor) -> torch.Tensor:
+    def store(self, x: torch.Tensor, multiply: Multiply = multiply) -> torch.Tensor:
         """Return what is stored for `x`: `R (x / m)`, or `x M^-1 R`.
 
         Args:
             x: `[..., H, D]`, any float dtype; taken as fp32.
+            multiply: A backend's own, which gives the same bits.
         """
         import torch
 
@@ -165,7 +171,7 @@ class Maps:
             x = x / self.smoothing
         return rotate(x, self.block) if self.block else x
 
-    def restore(self, x: torch.Tensor) -> torch.Tensor:
+    def restore(self, x: torch.Tensor, multiply: Multiply = multiply) -> torch.Tensor:
         """Undo `store` on decoded vectors, or on an attention output.
 
         Args:
@@ -177,7 +183,7 @@ class Maps:
             x = rotate(x, self.block)
         return x if self.smoothing is None else x * _for_heads(self.smoothing, x.shape[-2])
 
-    def ask(self, q: torch.Tensor) -> torch.Tensor:
+    def ask(self, q: torch.Tensor, multiply: Multiply = multiply) -> torch.Tensor:
         """Return the query whose dot product with a stored key is the original one: `R (q * m)`, or `q M^T R`.
 
         Args:
@@ -185,7 +191,7 @@ class Maps:
         """
         q = q.float()
         if self.mixing is not None:
-            return multiply(q, _for_heads(self.mixing.ask, q.shape[-2]))
+            return multiply(q, self.mixing.ask)
         if self.smoothing is not None:
             q = q * _for_heads(self.smoothing, q.shape[-2])
         return rotate(q, self.block) if self.block else q

@@ -31,12 +31,14 @@ from kvpool.backends.triton.launch import (
     rows_of,
     score_arguments,
 )
+from kvpool.backends.triton.mix import mix_kernel
 from kvpool.backends.triton.score import score_kernel
 from kvpool.backends.triton.states import state_arguments
 from kvpool.backends.triton.target import Target, find_target
 from kvpool.backends.triton.work import StepWork
 from kvpool.backends.triton.write import read_kernel, write_kernel
 from kvpool.codecs import Counts
+from kvpool.codecs.maps import Maps
 from kvpool.kinds import Lifetime
 from kvpool.pools import Part, Pools
 from kvpool.step import Step, StepBuffers
@@ -62,6 +64,7 @@ class TritonBackend:
         self._device: torch.device | None = None
         self._parts: dict[Part, PartArguments] = {}
         self._states: dict[Part, PartArguments] = {}
+        self._maps: dict[Part, Maps] = {}
         self._calls: dict[tuple[Any, ...], AttendArguments] = {}
         self._work: dict[StepBuffers, StepWork] = {}
 
@@ -84,6 +87,7 @@ class TritonBackend:
     def forget(self) -> None:
         self._parts.clear()
         self._states.clear()
+        self._maps.clear()
         self._calls.clear()
 
     def _current(self) -> AbstractContextManager[object]:
@@ -97,7 +101,32 @@ class TritonBackend:
             part.constants.freeze()
             scale = part.constants.scale
             found = self._parts[part] = part_arguments(part, 1.0 if scale is None else scale)
+            self._maps[part] = part.constants.maps.on(found.data.device)
         return found
+
+    def _multiply(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Return `x [T, Q, D]` times the matrices `[H, D, D]` of its heads, in fp32."""
+        num_tokens, num_heads, dim = x.shape
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        rows = rows_of(power(dim, 16), WRITE_ELEMENTS)
+        grid = (-(-num_tokens // rows), num_heads)
+        if not grid[0]:
+            return out
+        with self._current():
+            mix_kernel[grid](
+                x, matrices, out, num_tokens, x.stride(0), x.stride(1), out.stride(0),
+                GROUP=num_heads // len(matrices), D=dim, WIDTH=power(dim, 16), ROWS=rows,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out
+
+    def _asked(self, q: torch.Tensor, k: tuple[Part, ...]) -> torch.Tensor:
+        """Fold the maps of keys into the query, in the query's type."""
+        if not any(part.constants.maps for part in k):
+            return q
+        pieces = torch.split(q, [part.vector.dim for part in k], -1)
+        asked = [self._maps[part].ask(piece, self._multiply) for piece, part in zip(pieces, k, strict=True)]
+        return torch.cat(asked, -1).to(q.dtype)
 
     def write(self, parts: tuple[Part, ...], tensors: tuple[torch.Tensor, ...], step: Step) -> None:
         for part, x in zip(parts, tensors, strict=True):
@@ -105,9 +134,9 @@ class TritonBackend:
 
     def store(self, part: Part, x: torch.Tensor, slots: torch.Tensor) -> None:
         """Encode `x [T, H, D]` into `slots [T]` int64; -1 writes nothing."""
-        arguments, constants = self.arguments(part), part.constants
-        if constants.maps:
-            x = constants.maps.on(x.device).store(x)
+        arguments = self.arguments(part)
+        if maps := self._maps[part]:
+            x = maps.store(x, self._multiply)
         self._encode(arguments, x, slots)
 
     def _encode(self, arguments: PartArguments, x: torch.Tensor, slots: torch.Tensor) -> None:
@@ -123,11 +152,12 @@ class TritonBackend:
             )  # fmt: skip
 
     def read(self, part: Part, slots: torch.Tensor, out: torch.Tensor) -> None:
-        arguments, constants = self.arguments(part), part.constants
-        target = out if not constants.maps else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        arguments = self.arguments(part)
+        maps = self._maps[part]
+        target = out if not maps else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self._decode(arguments, slots, target)
-        if constants.maps:
-            out.copy_(constants.maps.on(out.device).restore(target))
+        if maps:
+            out.copy_(maps.restore(target, self._multiply))
 
     def _decode(self, arguments: PartArguments, slots: torch.Tensor, out: torch.Tensor) -> None:
         rows = rows_of(arguments.decode["WIDTH"], READ_ELEMENTS)
@@ -189,14 +219,14 @@ class TritonBackend:
             options.tree is not None,
             self.target.tile_rows,
         )
-        q = _asked(q, k)
-        maps = v.constants.maps
+        q = self._asked(q, k)
+        maps = self._maps[v]
         target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if maps else out
         self._launch(q, step, work, call, shape, sparse, options, target, lse)
         if maps:
             whole = torch.zeros((*out.shape[:2], v.vector.dim), dtype=torch.float32, device=out.device)
             whole[..., :v_dim] = target
-            out.copy_(maps.on(out.device).restore(whole)[..., :v_dim])
+            out.copy_(maps.restore(whole)[..., :v_dim])
 
     def _call(self, k: tuple[Part, ...], v: Part, v_dim: int, dtype: torch.dtype, heads: int) -> AttendArguments:
         key = (*k, v, v_dim, dtype, heads)
@@ -271,7 +301,7 @@ class TritonBackend:
             return
         arguments, work = self.arguments(part), self._work[step.buffers]
         tables = step.groups[part.group]
-        q = _asked(q, (part,))
+        q = self._asked(q, (part,))
         call = score_arguments(arguments, q.dtype, self.target)
         tile_heads = power(heads, 16)
         tile_tokens = max(64 // tile_heads, 1) if work.max_rows > 1 else 1
@@ -352,12 +382,3 @@ def batches(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         sources.add(source)
         destinations.add(destination)
     return out
-
-
-def _asked(q: torch.Tensor, k: tuple[Part, ...]) -> torch.Tensor:
-    """Fold the maps of keys into the query, in the query's type."""
-    if not any(part.constants.maps for part in k):
-        return q
-    pieces = torch.split(q, [part.vector.dim for part in k], -1)
-    asked = [part.constants.maps.on(q.device).ask(piece) for piece, part in zip(pieces, k, strict=True)]
-    return torch.cat(asked, -1).to(q.dtype)
