@@ -151,7 +151,8 @@ void Core::check_size(int64_t num_tokens, int64_t id) const {
   for (int g = 0; g < num_groups(); ++g) {
     const GroupSpec& spec = groups_[g].spec;
     if (spec.life != Life::full || blocks_for(num_tokens) <= spec.num_blocks) continue;
-    std::vector<int64_t> missing(groups_.size());
+    std::vector<int64_t> missing;
+    for (const BlockGroup& group : groups_) missing.push_back(-group.num_available());
     missing[g] = blocks_for(num_tokens) - spec.num_blocks;
     throw OutOfBlocks("a sequence of " + std::to_string(num_tokens) + " tokens needs " +
                           std::to_string(blocks_for(num_tokens)) + " blocks of group " + std::to_string(g) +

@@ -34,7 +34,7 @@ struct OutOfBlocks : std::runtime_error {
   OutOfBlocks(const std::string& what, std::vector<int64_t> ids, std::vector<int64_t> missing_blocks = {})
       : std::runtime_error(what), sequences(std::move(ids)), missing(std::move(missing_blocks)) {}
   std::vector<int64_t> sequences;
-  std::vector<int64_t> missing;  // blocks, by group; empty when more would not help
+  std::vector<int64_t> missing;  // blocks, by group, < 0: to spare; empty when more would not help
 };
 
 // Raised to Python as UnsupportedError.
@@ -102,7 +102,7 @@ class Core {
   const Step& decode(int64_t previous, const int64_t* ids, const int32_t* tokens, size_t n, StepArrays& arrays,
                      int64_t* num_samples);
   size_t fits(const std::vector<Item>& items);                   // leading items that would fit; changes nothing
-  std::vector<int64_t> missing(const std::vector<Item>& items);  // blocks, by group, for the first that does not fit
+  std::vector<int64_t> missing(const std::vector<Item>& items);  // for the first that does not fit, as in OutOfBlocks
   void end(int64_t step);
   void abort(int64_t step);
   void set_drafts(int64_t id, Drafts drafts);  // for the next step that reaches the sequence's end

@@ -269,7 +269,7 @@ std::vector<int64_t> Core::missing(const std::vector<Item>& items) {
 std::vector<int64_t> Core::missing_now() const {
   std::vector<int64_t> out;
   for (int g = 0; g < static_cast<int>(groups_.size()); ++g) {
-    out.push_back(std::max<int64_t>(0, needed_[g] - groups_[g].num_free - groups_[g].num_cached));
+    out.push_back(needed_[g] - groups_[g].num_available());
   }
   return out;
 }

@@ -37,7 +37,8 @@ class OutOfBlocks(KVError, RuntimeError):
     Args:
         message: The numbers: needed, available, and what would make room.
         sequences: Ids of the sequences that did not fit, in the order they were given.
-        missing: Blocks that are missing, by group; empty when no number of blocks would help.
+        missing: Blocks that are missing, by group, and below 0 what a group has to spare; empty when no number of
+            blocks would help.
     """
 
     def __init__(self, message: str, sequences: tuple[int, ...] = (), missing: tuple[int, ...] = ()) -> None:

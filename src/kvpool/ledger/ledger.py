@@ -308,7 +308,7 @@ class Ledger(Answers):
         return self._core.fits(list(items))
 
     def missing(self, items: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the blocks, by group, that the first item needs that does not fit; empty when all fit."""
+        """Return what the first item that does not fit lacks: blocks by group, below 0 to spare; empty when all fit."""
         return self._core.missing(list(items))
 
     # --- the tree -------------------------------------------------------------------------------------------

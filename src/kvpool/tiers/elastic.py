@@ -126,13 +126,12 @@ class Elastic:
 
     def retry(self, work: Callable[[], T]) -> T:
         """Do something that takes blocks; where they are missing, move memory between groups and try again."""
-        for _ in range(2 * len(self.plan.groups)):
+        while True:
             try:
                 return work()
             except OutOfBlocks as error:
                 if not self._move_memory(error.missing):
                     raise
-        return work()
 
     def fits(self, items: list[tuple[int, int]]) -> int:
         """Return how many leading items a step would take, memory moved between groups where that helps.
@@ -141,49 +140,53 @@ class Elastic:
         """
         if self._wanted_bytes is not None and self._busy():
             return 0
-        count = self._ledger.fits(items)
-        for _ in range(2 * len(self.plan.groups)):
-            if count == len(items) or not self._move_memory(self._ledger.missing(items)):
+        while (count := self._ledger.fits(items)) < len(items):
+            if not self._move_memory(self._ledger.missing(items)):
                 break
-            count = self._ledger.fits(items)
         return count
 
     def _move_memory(self, missing: Sequence[int]) -> bool:
-        """Let the groups grow that have too few blocks, if there is enough for all of them; says whether any did."""
-        short = {group: blocks for group, blocks in enumerate(missing) if blocks}
+        """Let the groups grow that have too few blocks, if there is enough for all of them; says whether any did.
+
+        Only what is to spare is taken, so that two groups never take one block from each other in turns; what a prompt
+        matched may be evicted by it, and then more is missing than before, until it is not to be had.
+        """
+        short = {group: blocks for group, blocks in enumerate(missing) if blocks > 0}
         if not short or self._busy():
             return False
+        spare = {group: min(-blocks, self.num_blocks[group] - 1) for group, blocks in enumerate(missing) if blocks < 0}
         need = sum(self._more_bytes(group, blocks) for group, blocks in short.items())
         have = self.budget_bytes - self.committed_bytes
-        for group, stats in enumerate(self._ledger.stats().groups):
-            if group not in short:
-                size = self.plan.groups[group].bytes_per_block
-                have += min(stats.free + stats.cached, self.num_blocks[group] - 1) * size
-        grown = [self.make_room(group, blocks) for group, blocks in short.items() if need <= have]
+        have += sum(blocks * self.plan.groups[group].bytes_per_block for group, blocks in spare.items())
+        if need > have:
+            return False
+        grown = [self._make_room(group, blocks, spare) for group, blocks in short.items()]
         return any(grown)
 
-    def make_room(self, short: int, num_blocks: int) -> bool:
+    def _make_room(self, short: int, num_blocks: int, spare: dict[int, int]) -> bool:
         """Let a group grow: into what the budget has left, else by what other groups do not use or value least.
 
         Args:
             short: The group.
             num_blocks: More blocks it needs; it gets a part of the budget where others have that much free.
+            spare: The most that each other group may give; lowered by what it gave.
 
         Returns:
             Whether it grew at all.
         """
         grown = self._grow(short, max(num_blocks, self._part(short)))
         while grown < num_blocks:
-            giver = self._slackest(short)
+            giver = self._slackest(spare)
             if giver is None:
                 break
             slack = self._ledger.stats().groups[giver]
             wanted = max(self._more_bytes(short, num_blocks - grown), self.plan.granule_bytes)
             give = -(-wanted // self.plan.groups[giver].bytes_per_block)
             give = max(give, min(self._part(giver), slack.free // 2))
-            give = min(give, slack.free + slack.cached, self.num_blocks[giver] - 1)
+            give = min(give, spare[giver])
             before = self.num_blocks[giver]
             self._shrink(giver, before - give)
+            spare[giver] -= before - self.num_blocks[giver]
             more = self._grow(short, max(num_blocks - grown, self._part(short)))
             grown += more
             if not more and self.num_blocks[giver] == before:
@@ -198,16 +201,16 @@ class Elastic:
         now = self.num_blocks[group]
         return self._bytes(group, now + num_blocks) - self._bytes(group, now)
 
-    def _slackest(self, short: int) -> int | None:
-        """The other group with most bytes that are free, else most that are only cached."""
+    def _slackest(self, spare: dict[int, int]) -> int | None:
+        """The group with most bytes to spare that are free, else most that are only cached."""
         groups = self._ledger.stats().groups
-        others = [g for g in range(len(groups)) if g != short and self.num_blocks[g] > 1]
 
         def slack(g: int) -> tuple[int, int]:
+            free = min(groups[g].free, spare[g])
             size = self.plan.groups[g].bytes_per_block
-            return groups[g].free * size, groups[g].cached * size
+            return free * size, min(groups[g].cached, spare[g] - free) * size
 
-        best: int | None = max(others, key=slack, default=None)
+        best: int | None = max(spare, key=slack, default=None)
         return best if best is not None and any(slack(best)) else None
 
     def _targets(self, size: int) -> list[int]:
