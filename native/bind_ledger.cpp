@@ -251,6 +251,14 @@ void bind_sequences(nb::class_<Core>& c) {
           nb::arg("sequence"))
       .def("matched", locked(&Core::matched), nb::arg("sequence"))
       .def(
+          "in_tree",
+          [](Core& self, int64_t id) {
+            nb::list out;
+            for (const std::string& have : locked (&Core::in_tree)(self, id)) out.append(to_bytes(have));
+            return out;
+          },
+          nb::arg("sequence"))
+      .def(
           "tokens",
           [](Core& self, int64_t id) { return to_array(read(self, [&] { return self.sequence(id).tokens; })); },
           nb::arg("sequence"))

@@ -20,7 +20,7 @@ struct GroupSpec {
   Life life = Life::full;
   int32_t num_blocks = 0;        // committed
   int32_t num_reserved = 0;      // addresses
-  int32_t tokens_per_block = 0;  // 1 for a state group
+  int32_t tokens_per_block = 0;  // the same for all groups: a checkpoint of a state stands at the end of a block
   int64_t window = 0;            // tokens seen, itself included
   int64_t chunk = 0;
   int64_t sink_tokens = 0;

@@ -22,7 +22,12 @@ std::vector<std::string> Core::check() {
   std::vector<std::vector<int32_t>> refs;
   for (const BlockGroup& g : groups_) refs.emplace_back(g.spec.num_blocks, 0);
   std::unordered_map<int32_t, int32_t> ends;
-  std::vector<const Sequence*> holders;
+  std::vector<const Sequence*> holders, filled;
+  for (const auto& step : steps_) {
+    for (const Entry& entry : step->entries) {
+      if (entry.external) filled.push_back(entry.seq);
+    }
+  }
   sequences_.for_each([&](const Sequence& s) { holders.push_back(&s); });
   pins_.for_each([&](const Sequence& s) { holders.push_back(&s); });
   for (const Sequence* holder : holders) {
@@ -36,7 +41,9 @@ std::vector<std::string> Core::check() {
         if (b < 0) continue;
         ++refs[g][b];
         const int32_t n = groups_[g][b].node;
-        if (i < s.nodes.size()) report.expect(n == s.nodes[i], name(g, b) + " is not the block of its sequence's node");
+        const bool below = n == 0 && std::find(filled.begin(), filled.end(), &s) != filled.end();
+        if (i < s.nodes.size() && !below)
+          report.expect(n == s.nodes[i], name(g, b) + " is not the block of its sequence's node");
       }
       if (s.held[g].state >= 0) ++refs[g][s.held[g].state];
       for (const int32_t b : s.held[g].draft_states) ++refs[g][b];

@@ -8,10 +8,7 @@ namespace kvpool::ledger {
 namespace {
 
 int32_t block_tokens(const std::vector<GroupSpec>& groups) {
-  int32_t n = 32;  // only states: nodes still need a length
-  for (const GroupSpec& g : groups) {
-    if (g.life != Life::state) n = g.tokens_per_block;
-  }
+  const int32_t n = groups.at(0).tokens_per_block;
   if (n < 2 || !std::has_single_bit(static_cast<uint32_t>(n))) {
     throw std::invalid_argument("tokens per block must be a power of two, at least 2, got " + std::to_string(n));
   }
@@ -228,12 +225,22 @@ int32_t Core::matched(int64_t id) {
   return match(s, std::min(s.num_known - 1, s.max_cached)).num_blocks;
 }
 
+std::vector<std::string> Core::in_tree(int64_t id) {
+  Sequence& s = sequence(id);
+  const int64_t limit = std::min(s.num_known - 1, s.max_cached);
+  match(s, limit);
+  const size_t size = static_cast<size_t>(std::max<int64_t>(0, limit) / n_);
+  std::vector<std::string> out(groups_.size(), std::string(size, '\0'));
+  for (int g = 0; g < num_groups(); ++g) {
+    for (size_t i = 0; i < path_.size(); ++i) out[static_cast<size_t>(g)][i] = will_have(g, path_[i]);
+  }
+  return out;
+}
+
 void Core::expect(int64_t id, int32_t num_blocks) {
   Sequence& s = sequence(id);
   if (s.admitted)
     throw std::invalid_argument(name(s) + " is admitted already; tell what a tier has before its first step");
-  if (num_blocks && has_state_)
-    throw Unsupported("blocks of a model with recurrent states cannot come without their state");
   s.expected = num_blocks;
 }
 

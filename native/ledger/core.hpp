@@ -117,7 +117,9 @@ class Core {
   std::vector<Key> keys(int64_t id);            // identities of its full blocks with known tokens
   std::vector<std::string> extras(int64_t id);  // of the same blocks; see Tree::named_extras
   int32_t matched(int64_t id);                  // leading whole blocks the tree would give it now
-  void expect(int64_t id, int32_t num_blocks);  // leading blocks a tier below can fill
+  // By group, for each whole block a match of a waiting sequence may have: 1 where the tree has it, else 0.
+  std::vector<std::string> in_tree(int64_t id);
+  void expect(int64_t id, int32_t num_blocks);  // leading blocks it can have with what tiers below fill
 
   // --- looking
   Sequence& sequence(int64_t id);
@@ -132,7 +134,7 @@ class Core {
 
  private:
   struct Match {
-    int32_t num_blocks = 0;
+    int32_t num_blocks = 0;  // of path_, which may go on
     Candidate partial;
   };
 
@@ -151,6 +153,8 @@ class Core {
   bool usable_partial(int32_t n, int32_t common) const;
   void admit(Entry& entry);
   void hold_match(Sequence& s, const Match& m);
+  void hold_expected(Sequence& s, int32_t num_blocks);
+  bool will_have(int g, int32_t n) const;
   int32_t first_needed(int g, int64_t position) const;  // first block a token at `position` still reads
   int32_t sink_blocks(int g) const;
 
@@ -175,11 +179,13 @@ class Core {
   [[noreturn]] void out_of_blocks(Step& step, size_t first);
   const Step& begin_wanted(StepArrays& arrays, bool commit, int64_t* num_samples);
   void carry_out(Step& step, Entry& entry, size_t& copy);
-  void store_pending(Step& step, Entry& entry);
+  void take_onboards(Step& step, const Entry& entry);
+  void store_pending(const Entry& entry);
   Step& step_of(int64_t id);
 
   // finish.cpp
   void end_entry(Step& step, Entry& entry);
+  void store_onboards(const Step& step, const Entry& entry);
   void count_admission(const Entry& entry);
   void apply_retention(Sequence& s, int32_t num_blocks);
   void store_state(Sequence& s, int g);

@@ -26,8 +26,9 @@ void Core::end_entry(Step& step, Entry& entry) {
     tree_[n].pending = 0;
     blocks_.announce(n);
   }
-  if (entry.admitted) count_admission(entry);
   if (step.commit && static_cast<int64_t>(s.nodes.size()) < whole_blocks(s.computed)) commit_ready(s);
+  if (entry.external) store_onboards(step, entry);
+  if (entry.admitted) count_admission(entry);
   if (!has_other_) return;
   for (int g = 0; g < num_groups(); ++g) {
     if (blocks_.is(g, Life::state)) {
@@ -40,9 +41,26 @@ void Core::end_entry(Step& step, Entry& entry) {
   }
 }
 
+// What came from below is in the tree again, where its node is there and lacks it.
+void Core::store_onboards(const Step& step, const Entry& entry) {
+  Sequence& s = *entry.seq;
+  const int32_t count = static_cast<int32_t>(whole_blocks(entry.start));
+  const int32_t known = std::min(count, static_cast<int32_t>(s.nodes.size()));
+  for (int32_t i = entry.num_matched; i < known; ++i) adopt(s, i, s.nodes[i]);
+  if (known < count) return;
+  const size_t first = static_cast<size_t>(&entry - step.entries.data()) * groups_.size();
+  const int32_t n = s.nodes[count - 1];
+  for (int g = 0; g < num_groups(); ++g) {
+    const int32_t b = step.reads[first + g];
+    if (b < 0 || groups_[g][b].node || tree_.block(n, g) >= 0) continue;
+    blocks_.attach(g, b, n, block_worth(s, count - 1));
+    blocks_.announce(n, g);
+  }
+}
+
 void Core::count_admission(const Entry& entry) {
   Sequence& s = *entry.seq;
-  if (entry.external) totals_.onboarded_tokens += entry.start - int64_t{entry.num_nodes} * n_;
+  if (entry.external) totals_.onboarded_tokens += entry.start - int64_t{entry.num_matched} * n_;
   if (!s.retention.empty()) apply_retention(s, entry.num_nodes);
   if (s.resumed) {  // its own work found again is no hit
     s.resumed_tokens += entry.cached_tokens;

@@ -93,7 +93,6 @@ Core::Match Core::match(Sequence& s, int64_t limit) {
       break;
     }
   }
-  path_.resize(best.num_blocks);
   return best;
 }
 
@@ -103,19 +102,14 @@ void Core::admit(Entry& entry) {
   Match m = match(s, limit);
   const int32_t expected = static_cast<int32_t>(std::min<int64_t>(s.expected, limit / n_));
   entry.external = expected > m.num_blocks;
-  if (entry.external) m.partial = {};
-  hold_match(s, m);
+  entry.num_matched = m.num_blocks;
   int64_t position = int64_t{m.num_blocks} * n_ + m.partial.len;
   if (entry.external) {
+    m.partial = {};
     position = int64_t{expected} * n_;
-    for (int g = 0; g < num_groups(); ++g) {  // what a window does not see need not come
-      Held& held = s.held[g];
-      held.front = std::max(sink_blocks(g), first_needed(g, position));
-      while (static_cast<int32_t>(held.table.size()) >= sink_blocks(g) &&
-             static_cast<int32_t>(held.table.size()) < held.front) {
-        held.table.push_back(-1);
-      }
-    }
+    hold_expected(s, expected);
+  } else {
+    hold_match(s, m);
   }
   entry.admitted = true;
   entry.cached_tokens = position;
@@ -125,10 +119,42 @@ void Core::admit(Entry& entry) {
   if (!s.resumed) s.hit_tokens = position;  // known inside the step already
 }
 
-// Hold what a match found in `path_`: everything of a full group, of a window what the next token reads.
+// Whether a node has its block of a group, or will have it when the step that fills it is carried out.
+bool Core::will_have(int g, int32_t n) const {
+  const int32_t b = tree_.block(n, g);
+  return b >= 0 || b == kPromised || (tree_[n].pending && blocks_.is(g, Life::full));
+}
+
+// Hold what `path_` has of the first blocks, and count what must come from below: see take_onboards.
+void Core::hold_expected(Sequence& s, int32_t num_blocks) {
+  path_.resize(std::min(path_.size(), static_cast<size_t>(num_blocks)));
+  const int32_t k = static_cast<int32_t>(path_.size());
+  for (int g = 0; g < num_groups(); ++g) {
+    if (blocks_.is(g, Life::state)) {
+      ++needed_[g];
+      continue;
+    }
+    Held& held = s.held[g];
+    const int32_t sink = sink_blocks(g);
+    held.front = std::max(sink, first_needed(g, int64_t{num_blocks} * n_));
+    held.table.assign(static_cast<size_t>(num_blocks), -1);
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      if (i == sink) i = held.front;  // what a window does not see need not come
+      if (i >= num_blocks) break;
+      needed_[g] += i >= k || !will_have(g, path_[i]);
+      if (i < k) held.table[i] = std::max(-1, tree_.block(path_[i], g));  // promised ones later
+      if (held.table[i] >= 0) blocks_.claim(g, held.table[i], &claims_);
+    }
+  }
+  s.nodes = path_;
+  move_end(0, end_node(s));
+}
+
+// Hold what a match found, which `path_` is cut to: everything of a full group, of a window what the next token reads.
 void Core::hold_match(Sequence& s, const Match& m) {
   const int32_t k = m.num_blocks, x = m.partial.node;
   const int64_t position = int64_t{k} * n_ + m.partial.len;
+  path_.resize(static_cast<size_t>(k));
   for (int g = 0; g < num_groups(); ++g) {
     Held& held = s.held[g];
     if (blocks_.is(g, Life::state)) {

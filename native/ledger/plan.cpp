@@ -171,8 +171,7 @@ void Core::add_pending(Entry& entry) {
 // What comes from a tier below lacks what its window no longer sees; everything else that is filled will be there.
 void Core::promise(const Sequence& s, int32_t index, int32_t n) {
   for (int g = 0; g < num_groups(); ++g) {
-    const std::vector<int32_t>& table = s.held[g].table;
-    const bool lacking = index < static_cast<int32_t>(table.size()) && table[index] < 0;
+    const bool lacking = index >= sink_blocks(g) && index < s.held[g].front;
     if (!blocks_.is(g, Life::state) && !lacking) tree_.set_block(n, g, kPromised);
   }
 }

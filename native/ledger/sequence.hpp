@@ -77,11 +77,12 @@ struct Entry {
   int32_t num_drafts = 0;   // rows after them
   int64_t size = 0;         // the sequence's tokens when the step began
   bool admitted = false;    // in this step
-  bool external = false;    // blocks [num_nodes, start / N) come from a tier below
+  bool external = false;    // of the first start / N blocks, what the tree lacks comes from a tier below
   bool plain = false;       // takes no block and changes none: the rule while decoding
   int32_t taken = 0;        // node that becomes this sequence's own
   int32_t num_pending = 0;  // nodes this step fills, the last ones of seq->nodes
   int32_t num_nodes = 0;    // seq->nodes before them
+  int32_t num_matched = 0;  // blocks the tree alone would have given it
   int32_t partial_tokens = 0;
   int64_t cached_tokens = 0;
 

@@ -60,6 +60,10 @@ void Core::carry_out(Step& step, Entry& entry, size_t& copy) {
     blocks_.take_over(entry.taken);
     ++totals_.taken;
   }
+  for (int g = 0; entry.admitted && g < num_groups(); ++g) {
+    if (!blocks_.is(g, Life::state)) claim_pending(g, s, entry);
+  }
+  if (entry.external) take_onboards(step, entry);
   for (int g = 0; g < num_groups(); ++g) {
     Held& held = s.held[g];
     if (blocks_.is(g, Life::state)) {
@@ -69,7 +73,6 @@ void Core::carry_out(Step& step, Entry& entry, size_t& copy) {
       for (int32_t i = 0; i < entry.num_drafts; ++i) held.draft_states.push_back(blocks_.take(g));
       continue;
     }
-    if (entry.admitted) claim_pending(g, s, entry);
     const size_t size = static_cast<size_t>(blocks_for(entry.last()));
     while (held.table.size() < size) held.table.push_back(blocks_.take(g));
   }
@@ -80,12 +83,11 @@ void Core::carry_out(Step& step, Entry& entry, size_t& copy) {
     ++s.generation;
     ++totals_.copied;
   }
-  store_pending(step, entry);
+  store_pending(entry);
 }
 
-void Core::store_pending(Step& step, Entry& entry) {
+void Core::store_pending(const Entry& entry) {
   Sequence& s = *entry.seq;
-  const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
   for (int32_t i = entry.num_nodes; i < entry.num_nodes + entry.num_pending; ++i) {
     const Worth worth = block_worth(s, i);
     for (int g = 0; g < num_groups(); ++g) {
@@ -93,12 +95,30 @@ void Core::store_pending(Step& step, Entry& entry) {
       blocks_.attach(g, s.held[g].table[i], s.nodes[i], worth);
     }
   }
-  if (!entry.external) return;
+}
+
+// Blocks for what an admitted sequence expects from below: all that the tree has not. Of a state it is the one at the
+// end, which the step reads.
+void Core::take_onboards(Step& step, const Entry& entry) {
+  Sequence& s = *entry.seq;
+  const int32_t self = static_cast<int32_t>(&entry - step.entries.data());
+  const int32_t count = static_cast<int32_t>(whole_blocks(entry.start));
   const std::vector<Key> known = keys(s.id);
-  for (int32_t i = entry.num_nodes; i < entry.start / n_; ++i) {
-    for (int g = 0; g < num_groups(); ++g) {
-      const int32_t b = s.held[g].table[i];
-      if (b >= 0) step.onboards.push_back({self, g, b, i, known[static_cast<size_t>(i)]});
+  const auto onboard = [&](int g, int32_t i) {
+    step.onboards.push_back({self, g, blocks_.take(g), i, known[static_cast<size_t>(i)]});
+    return step.onboards.back().block;
+  };
+  for (int g = 0; g < num_groups(); ++g) {
+    Held& held = s.held[g];
+    if (blocks_.is(g, Life::state)) {
+      held.state = held.computed_state = onboard(g, count - 1);
+      continue;
+    }
+    const int32_t sink = sink_blocks(g);
+    for (int32_t i = 0; i < count; ++i) {
+      if (i == sink) i = held.front;
+      if (i >= count) break;
+      if (held.table[i] < 0) held.table[i] = onboard(g, i);
     }
   }
 }
@@ -110,7 +130,7 @@ void Core::claim_pending(int g, Sequence& s, const Entry& entry) {
   for (int32_t i = 0; i < k; ++i) {
     if (i == sink) i = held.front;
     if (i >= k) break;
-    if (held.table[i] >= 0) continue;
+    if (held.table[i] >= 0 || tree_.block(s.nodes[i], g) < 0) continue;  // what is not there comes from below
     held.table[i] = tree_.block(s.nodes[i], g);
     blocks_.claim(g, held.table[i], nullptr);
   }

@@ -21,6 +21,9 @@ class Watch(Protocol):
     def forked(self, sequence: int, fork: int) -> None:
         """A sequence has a copy, which waits for a step if it does."""
 
+    def rewound(self, sequence: int) -> None:
+        """A sequence has lost its last tokens."""
+
     def released(self, sequence: int) -> None:
         """A sequence is gone."""
 
@@ -87,6 +90,8 @@ class Sequence:
     def rewind(self, num_tokens: int) -> None:
         """Forget the last `num_tokens` tokens; their blocks go back to the front of the free list."""
         self.ledger.rewind(self.id, num_tokens)
+        if self._watch is not None:
+            self._watch.rewound(self.id)
 
     def fork(self) -> Sequence:
         """Return a new sequence with the same tokens that shares all blocks."""

@@ -26,6 +26,7 @@ class Group:
 @dataclass(frozen=True)
 class Limits:
     groups: tuple[Group, ...]
+    tokens_per_block: int
     max_sequences: int
     max_step_tokens: int
     max_seq_len: int
@@ -45,4 +46,4 @@ def make_plan(
 ) -> Plan:
     """Groups as (lifetime, blocks); None is a state group."""
     made = tuple(Group(life, blocks, max(reserved, blocks), n if life else 1) for life, blocks in groups)
-    return cast(Plan, Limits(made, max_sequences, max_step_tokens, max_seq_len, num_draft, checkpoint_interval))
+    return cast(Plan, Limits(made, n, max_sequences, max_step_tokens, max_seq_len, num_draft, checkpoint_interval))

@@ -32,6 +32,7 @@ CHUNK = (LayerSpec((KVKind(3, 32),)), LayerSpec((KVKind(3, 32),), Lifetime(chunk
 STATES = (StateKind("conv", (6, 3), "bf16"), StateKind("ssm", (2, 8, 4)))
 HYBRID = (LayerSpec((KVKind(3, 32),)), LayerSpec(STATES), LayerSpec((KVKind(3, 32), *STATES)))
 RECURRENT = (LayerSpec(STATES),) * 2
+WINDOW_STATES = (*WINDOW, LayerSpec(STATES))
 
 #: A kernel may round probabilities and decoded values to bf16: 2^-8 of the largest value, 128.
 ROUNDED = 0.6
@@ -59,6 +60,10 @@ CASES = [
     Case("window-bf16-host", WINDOW, host_blocks=60),
     Case("window-fp8-disk", WINDOW, codec="fp8", num_blocks=24, host_blocks=30, disk=True),
     Case("chunk-disk", CHUNK, num_blocks=24, disk=True),
+    Case("hybrid-host", HYBRID, num_blocks=24, host_blocks=40, options={"checkpoint_interval": 16}),
+    Case("hybrid-fp8-disk", HYBRID, codec="fp8", host_blocks=20, disk=True, options={"checkpoint_interval": 8}),
+    Case("recurrent-disk", RECURRENT, num_blocks=16, disk=True, options={"checkpoint_interval": 8}),
+    Case("window-states-host", WINDOW_STATES, host_blocks=40, options={"checkpoint_interval": 8}),
     Case("dsa-fp8-host", DSA, codec="fp8", host_blocks=40),
     Case(
         "gqa-bf16-cpu",
@@ -133,6 +138,16 @@ def test_a_long_storm_of_a_fresh_seed_reads_what_was_written(case: Case, seed: i
     chosen = random.SystemRandom().randrange(2**32) if seed is None else seed
     print(f"seed {chosen}")
     Storm(case, chosen).run(5000, OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "operations"), [("hybrid-bf16", 2013321650, 230), ("hybrid-cpu", 1118921724, 490)]
+)
+def test_fits_counts_all_that_moving_memory_between_groups_makes_room_for(
+    name: str, seed: int, operations: int
+) -> None:
+    """Groups once took blocks that the same step needed from each other, in turns, until the tries were used up."""
+    Storm(next(case for case in CASES if case.name == name), seed).run(operations, OPERATIONS)
 
 
 def skip_copies(backend: ReferenceBackend, *_: object) -> None:

@@ -13,7 +13,7 @@ import torch
 import kvpool as kv
 from kvpool.kinds import KVKind, LayerSpec, Lifetime
 
-from .test_below import FULL, WINDOW, N, World
+from .tiered_world import FULL, WINDOW, N, World
 
 #: Five window layers to one full layer, as in Gemma 3.
 GEMMA = tuple(LayerSpec((KVKind(1, 32),), Lifetime(window=64) if i % 6 < 5 else Lifetime()) for i in range(6))

@@ -11,8 +11,8 @@ import torch
 import kvpool as kv
 from kvpool.kinds import KVKind, LayerSpec, Lifetime
 
-from .test_below import World
 from .test_elastic import Roomy, resident
+from .tiered_world import World
 
 #: Gemma 3: window 1024, five to one.
 GEMMA = tuple(LayerSpec((KVKind(1, 8),), Lifetime(window=1024) if i % 6 < 5 else Lifetime()) for i in range(6))

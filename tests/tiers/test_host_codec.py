@@ -10,7 +10,7 @@ import torch
 
 import kvpool as kv
 
-from .test_below import FULL, KINDS, PROMPT, World
+from .tiered_world import FULL, KINDS, PROMPT, World
 
 
 def contents(world: World, seq: kv.Sequence) -> list[torch.Tensor]:
@@ -52,14 +52,15 @@ def test_blocks_take_the_room_of_their_codec_in_host_and_directory(kind: str, tm
     def held(**options: Any) -> int:
         world = World(KINDS[kind], codec="fp32", host_size="4MiB", model="m", **options)
         with world.open(PROMPT) as seq:
-            world.step(seq)
+            world.compute(seq)
         assert world.cache.flush()
         bytes_held: int = world.stats("host").read_bytes + world.stats("host").written_bytes
         world.cache.close()
         return bytes_held
 
     plain, small = held(disk=tmp_path / "a"), held(disk=tmp_path / "b", host_codec="int8")
-    assert small < plain * 0.6
+    states = kind == "recurrent"  # kept as they are
+    assert small == plain if states else small < plain * 0.7
     again = World(KINDS[kind], codec="fp32", disk=tmp_path / "b", host_codec="int8", model="m")
     with again.open(PROMPT) as seq:
         assert again.step(seq)[0] < len(PROMPT)

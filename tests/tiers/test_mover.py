@@ -19,7 +19,7 @@ from kvpool.tiers.mover import Copies, DeviceMover, StreamCopies
 
 from . import blocks
 from .conformance import TierConformance, put, statuses
-from .test_below import FULL, KINDS, PROMPT, World
+from .tiered_world import FULL, KINDS, PROMPT, World
 
 
 class LateStream:
@@ -103,11 +103,12 @@ def test_evicted_blocks_come_back_from_pinned_memory_bit_for_bit(kind: str, pins
     assert not pins.pinned
 
 
-def test_blocks_of_another_codec_and_of_a_disk_pass_through_it_too(pins: Pins, tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_blocks_of_another_codec_and_of_a_disk_pass_through_it_too(kind: str, pins: Pins, tmp_path: Any) -> None:
     for turn in range(2):
-        world = World(FULL, codec="fp32", host_size="4MiB", host_codec="fp32", disk=tmp_path, model="m")
+        world = World(KINDS[kind], codec="fp32", host_size="4MiB", host_codec="fp32", disk=tmp_path, model="m")
         with world.open(PROMPT) as seq:
-            assert world.step(seq) == [4 if turn else 40]
+            assert world.compute(seq) == (4 if turn else 40)
             world.verify(seq)
         assert world.cache.close()
     assert not pins.pinned

@@ -11,7 +11,7 @@ import kvpool as kv
 from kvpool.codecs import CODECS
 from kvpool.kinds import KVKind, LayerSpec, Lifetime
 
-from .test_below import FULL, N, World
+from .tiered_world import FULL, N, World
 
 STORED = sorted(name for name in CODECS if not name.startswith("index"))
 

@@ -27,6 +27,13 @@ class Answers:
         """Return how many leading whole blocks a waiting sequence would find in the tree now."""
         return self._core.matched(sequence)
 
+    def in_tree(self, sequence: int) -> list[bytes]:
+        """Return, by group, a 1 for each whole block that a waiting sequence could have and the tree holds, else a 0.
+
+        It is as long as a match may be. Of a state group a block is the checkpoint at its end.
+        """
+        return self._core.in_tree(sequence)
+
     def stored(self) -> tuple[Evicted, ...]:
         """Return every whole block of the tree, parents before children: what tiers below may keep too."""
         return self._core.stored(self._results)

@@ -56,7 +56,8 @@ class Ledger(Answers):
             released. The others order by their key alone, in groups of unlimited lifetime.
         events: How many events are kept until `events()` takes them; 0 for none.
         offer: Report what is evicted, for tiers below.
-        lookup: Asked at admission with the keys of a prompt's whole blocks: how many leading ones can a tier fill?
+        lookup: Asked at admission with the keys of a prompt's whole blocks: how many leading ones can it have with what
+            a tier fills? See `expect`.
         finder_bits: Bits of the private hash that are used; fewer make collisions, which cost time only.
         portable_sha: Do not use SHA instructions.
 
@@ -91,7 +92,7 @@ class Ledger(Answers):
         mask = ((1 << finder_bits) - 1) << (64 - finder_bits)
         self._results = _native.Results(StepDecision, BlockCopy, Admission, DraftRows, Onboard, Evicted)
         self._core = _native.Ledger(
-            [_group(g) for g in plan.groups], limits, mask, portable_sha, self._policy is not None, offer, events
+            [_group(g, plan) for g in plan.groups], limits, mask, portable_sha, self._policy is not None, offer, events
         )
 
     def _now(self) -> float:
@@ -346,7 +347,10 @@ class Ledger(Answers):
         return Resized(reached, tuple((m[1], m[2]) for m in moves), None if stopped_by < 0 else stopped_by, evicted)
 
     def expect(self, sequence: int, num_blocks: int) -> None:
-        """Say how many leading blocks of a waiting sequence tiers below can fill; its first step asks for them."""
+        """Say how many leading blocks a waiting sequence can have with what tiers below fill.
+
+        Its first step asks them for what the tree has not then; of a state group, for the state at the end.
+        """
         self._core.expect(sequence, num_blocks)
 
 
@@ -358,11 +362,11 @@ def _media(media: Sequence[Media]) -> list[tuple[int, int, bytes]]:
     return [(m.start, m.start + m.num_tokens, encode(m.key)) for m in media]
 
 
-def _group(group: GroupPlan) -> list[int]:
+def _group(group: GroupPlan, plan: Plan) -> list[int]:
     life = group.lifetime
     reserved = max(group.num_blocks_reserved, group.num_blocks)
     if life is None:
-        return [3, group.num_blocks, reserved, 1, 0, 0, 0]
+        return [3, group.num_blocks, reserved, plan.tokens_per_block, 0, 0, 0]
     kind = 1 if life.window is not None else 2 if life.chunk is not None else 0
     tokens = group.tokens_per_block
     return [kind, group.num_blocks, reserved, tokens, life.window or 0, life.chunk or 0, life.sink_tokens]

@@ -6,6 +6,7 @@ a slow tier works while the sequence waits its turn; a step takes what has come 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -82,12 +83,6 @@ def tier_options(
                 f"host_codec is {codec!r}, but there is no tier to hold such blocks; give host_size or disk"
             )
         return None
-    states = [group.name for group in plan.groups if group.is_state]
-    if states:
-        raise UnsupportedError(
-            f"tiers below the device keep no recurrent states yet ({', '.join(states)}), and attention blocks are of no"
-            " use without the state at their end; leave host and disk out for this model"
-        )
     if codec is not None and get_codec(codec).constant_scale:
         raise UnsupportedError(
             f"host_codec {codec!r} needs constant scales, and tiers have none of their own; choose one that stores its"
@@ -134,6 +129,11 @@ class Below:
         if sequence in self._waiting:
             self.opened(fork)
 
+    def rewound(self, sequence: int) -> None:
+        """Look again for a sequence that waits: it may go on with other tokens."""
+        if sequence in self._waiting:
+            self.opened(sequence)
+
     def released(self, sequence: int) -> None:
         """Forget a sequence; one that was admitted is forgotten already."""
         load = self._waiting.pop(sequence, None)
@@ -145,13 +145,21 @@ class Below:
         self._asked.add(sequence)
         n = self._tokens_per_block
         ids = self._ledger.tokens(sequence)
-        # One token is left to compute. Were its block counted, a window would lack what it sees a block earlier.
-        keys = self._ledger.keys(sequence)[: max(len(ids) - 1, 0) // n]
-        matched = self._ledger.matched(sequence)
-        if len(keys) <= matched:
+        device = self._ledger.in_tree(sequence)
+        matched, most = self._ledger.matched(sequence), len(device[0])
+        if most <= matched:
             return
-        tokens = [pack_tokens(ids[i * n : (i + 1) * n]) for i in range(len(keys))]
-        self._waiting[sequence] = self.transfer.start(Chain(keys, tokens, self._ledger.extras(sequence)), matched)
+        tokens = [pack_tokens(ids[i * n : (i + 1) * n]) for i in range(most)]
+        chain = Chain(self._ledger.keys(sequence)[:most], tokens, self._ledger.extras(sequence)[:most])
+        self._waiting[sequence] = self.transfer.start(chain, device, matched)
+
+    def _expect(self, sequence: int, *, at_best: bool = False) -> None:
+        """Tell the ledger what a waiting sequence can have with its load."""
+        load = self._waiting[sequence]
+        length = 0
+        if load is not None:
+            length = self.transfer.loaded(load, self._ledger.in_tree(sequence), at_best=at_best)
+        self._ledger.expect(sequence, length)
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -166,8 +174,7 @@ class Below:
             if sequence in self._waiting:
                 if sequence not in self._asked:
                     self._ask(sequence)
-                load = self._waiting[sequence]
-                self._ledger.expect(sequence, 0 if load is None else self.transfer.loaded(load, at_best=comes))
+                self._expect(sequence, at_best=comes)
 
     def forgo(self, items: Items) -> bool:
         """Let go what was brought up for sequences that do not fit with it; returns whether there was any."""
@@ -181,6 +188,16 @@ class Below:
         self.released(sequence)
         self._waiting[sequence] = None
         self._asked.add(sequence)
+
+    def wait(self, sequences: Iterable[int]) -> None:
+        """Wait until what waiting sequences have below has come, at most until their deadlines."""
+        for sequence in sequences:
+            if sequence in self._waiting:
+                if sequence not in self._asked:
+                    self._ask(sequence)
+                load = self._waiting[sequence]
+                if load is not None:
+                    self.transfer.wait(load)
 
     def ready(self, items: Items) -> Items:
         """Say what a step should take now, and tell the ledger what tiers have of it.
@@ -199,14 +216,10 @@ class Below:
         if len(under_way) < len(items):
             self.num_deferred += len(under_way)
         else:
-            for sequence in under_way:
-                load = loads[sequence]
-                if load is not None:
-                    self.transfer.wait(load)
+            self.wait(under_way)
             under_way = set()
-        for sequence, load in loads.items():
-            if sequence not in under_way:
-                self._ledger.expect(sequence, 0 if load is None else self.transfer.loaded(load))
+        for sequence in loads.keys() - under_way:
+            self._expect(sequence)
         return [item for item in items if item[0] not in under_way]
 
     def carry_out(self, decision: StepDecision) -> bool:
@@ -236,6 +249,8 @@ class Below:
         """Make of a sequence's whole blocks what a trip through the tiers makes of them, to measure it."""
         door = self.transfer.door
         for group, plan in enumerate(door.plan.groups):
+            if plan.is_state:
+                continue  # kept as it is
             table, length = self._ledger.table(sequence, group)
             held = [(group, block) for block in table[: length // plan.tokens_per_block] if block >= 0]
             for at in range(0, len(held), door.num_blocks):
@@ -303,6 +318,6 @@ def open_below(plan: Plan, pools: Pools, ledger: Ledger, backend: Backend, optio
     identity = block_identity(door.plan, door.constants, options.model, origin=door.origin)
     sizes = [group.bytes_per_block for group in door.plan.groups]
     host_bytes = max(STAGING_BYTES, 4 * max(sizes)) if options.host_bytes is None else options.host_bytes
-    host = HostTier(host_bytes, sizes, identity, mover_for(pools.device, door.pools.slabs))
+    host = HostTier(host_bytes, sizes, identity, mover_for(pools.device, door.slabs))
     disk = None if options.disk is None else DiskTier(options.disk, identity, size_bytes=options.disk_bytes)
     return Below(plan, ledger, Transfer(door, host, disk))

@@ -14,8 +14,8 @@ import torch
 from kvpool import ops
 from kvpool.backends import Backend
 from kvpool.errors import PlanError
-from kvpool.plan import Plan, make_plan
-from kvpool.pools import Part, Pools
+from kvpool.plan import GroupPlan, Plan, make_plan
+from kvpool.pools import Part, Pools, Slab
 from kvpool.pools.constants import Constants, fingerprint
 from kvpool.tiers.base import Pieces
 
@@ -30,14 +30,14 @@ class Door(Protocol):
 
     Attributes:
         plan: Of the blocks as tiers hold them.
-        pools: Memory they lie in on their way.
+        slabs: Memory they lie in on their way.
         constants: What their bytes depend on besides the plan.
         num_blocks: The most that pass at once.
         origin: What they were converted from, for their identity; empty when they are the device's own.
     """
 
     plan: Plan
-    pools: Pools
+    slabs: Sequence[Slab]
     constants: dict[tuple[int, str], Constants]
     num_blocks: int
     origin: str
@@ -60,7 +60,7 @@ class SlabDoor:
 
     def __init__(self, plan: Plan, pools: Pools) -> None:
         self.plan = plan
-        self.pools = pools
+        self.slabs: Sequence[Slab] = pools.slabs
         self.constants = pools.constants
         self._bases = [slab.address for slab in pools.slabs]
 
@@ -74,7 +74,7 @@ class SlabDoor:
 
 
 class CodecDoor:
-    """Rows in another codec, between the slabs and the tiers.
+    """Rows in another codec, between the slabs and the tiers. States stay as they are: their bytes are the slab's.
 
     Args:
         plan: Of the device.
@@ -92,30 +92,31 @@ class CodecDoor:
         self.plan = make_plan(
             plan.spec,
             num_blocks=CONVERT_BLOCKS,
-            codec=codec,
+            codec={"*": codec, "layers": _state_codecs(plan)},
             layout=plan.groups[0].pools[0].layout,
             tokens_per_block=plan.tokens_per_block,
             tp_rank=plan.tp_rank,
             tp_size=plan.tp_size,
             layers=plan.layers or None,
         )
-        rows = self.pools = Pools(self.plan, pools.device)
+        rows = Pools(self.plan, pools.device)
+        self.slabs: Sequence[Slab] = [*rows.slabs, *pools.slabs]  # those of the device for states
         self.constants = rows.constants
         for constants in self.constants.values():
             constants.freeze()
         self.origin = f"{plan.block_format} {fingerprint(pools.constants).hex()}"
         self._backend = backend
+        self._device = SlabDoor(plan, pools)
         self._bases = [slab.address for slab in rows.slabs]
         self._pairs: list[list[tuple[Part, Part]]] = []
         for ours, theirs in zip(plan.groups, self.plan.groups, strict=True):
-            names = [sorted({(layer, part) for pool in g.pools for layer in pool.layers for part in pool.parts})
-                     for g in (ours, theirs)]  # fmt: skip
+            names = [_names(ours), _names(theirs)]
             if names[0] != names[1]:
                 raise PlanError(
                     f"host_codec {codec!r} stores {names[1][:4]} in group {ours.name}, the device {names[0][:4]}; use"
                     " codecs that cut a layer alike"
                 )
-            self._pairs.append([(pools.part(*name), rows.part(*name)) for name in names[0]])
+            self._pairs.append([] if ours.is_state else [(pools.part(*name), rows.part(*name)) for name in names[0]])
 
     def leave(self, blocks: Sequence[DeviceBlock]) -> list[Pieces]:
         for group, parts in enumerate(self._pairs):
@@ -125,7 +126,12 @@ class CodecDoor:
         return self.room(blocks)
 
     def room(self, blocks: Sequence[DeviceBlock]) -> list[Pieces]:
-        return [_pieces(self.plan, self._bases, group, row) for row, (group, _) in enumerate(blocks)]
+        return [
+            self._device.room([(group, block)])[0]
+            if self.plan.groups[group].is_state
+            else _pieces(self.plan, self._bases, group, row)
+            for row, (group, block) in enumerate(blocks)
+        ]
 
     def enter(self, blocks: Sequence[DeviceBlock], came: Sequence[bool]) -> None:
         for group, parts in enumerate(self._pairs):
@@ -140,8 +146,21 @@ class CodecDoor:
         n = self.plan.groups[group].tokens_per_block
         pairs = [(b, row) for row, ((g, b), want) in enumerate(zip(blocks, wanted, strict=True)) if want and g == group]
         ids = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2, 1) * n + torch.arange(n)  # [blocks, 2, N]
-        ids = ids.to(self.pools.slabs[group].bytes.device)
+        ids = ids.to(self.slabs[group].bytes.device)
         return ids[:, 0].flatten(), ids[:, 1].flatten()
+
+
+def _names(group: GroupPlan) -> list[tuple[int, str]]:
+    return sorted({(layer, part) for pool in group.pools for layer in pool.layers for part in pool.parts})
+
+
+def _state_codecs(plan: Plan) -> dict[int, dict[str, str]]:
+    """Return the codec of every state, by layer."""
+    codecs: dict[int, dict[str, str]] = {}
+    for pool in (pool for group in plan.groups if group.is_state for pool in group.pools):
+        for layer in pool.layers:
+            codecs.setdefault(layer, {}).update(dict.fromkeys(pool.parts, pool.codec))
+    return codecs
 
 
 def _pieces(plan: Plan, bases: Sequence[int], group: int, block: int) -> Pieces:

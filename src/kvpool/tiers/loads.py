@@ -47,14 +47,12 @@ class Load:
 
     Attributes:
         chain: What is loaded.
-        first: Blocks before are on the device.
         pinned: Blocks held in the host tier by this load.
         fetches: Blocks on their way from disk.
         deadline: After it, what has not come is missed.
     """
 
     chain: Chain
-    first: int
     deadline: float
     pinned: set[BlockId] = field(default_factory=set)
     fetches: dict[BlockId, Fetch] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import or_
 
 from kvpool.errors import TierError
 from kvpool.ledger.decisions import Evicted
@@ -20,10 +21,12 @@ from kvpool.tiers.base import BlockId, Entry, Outcome, Pieces, Status, Tier, Tie
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.doors import Door
 from kvpool.tiers.host import HostTier
-from kvpool.tiers.lengths import first_needed, longest
+from kvpool.tiers.lengths import longest, needed
 from kvpool.tiers.loads import Chain, Fetch, Load
 from kvpool.tiers.value import HitValue
 
+#: By group and whole block of a prompt, whether the device has it: as the ledger's `in_tree` says.
+Device = Sequence[Sequence[int]]
 #: Blocks of a lower priority are not kept when they are evicted (TensorRT-LLM's default).
 MIN_PRIORITY = 30
 #: How long a load may take: a time for the disk to answer, and a rate it must reach.
@@ -61,7 +64,7 @@ class Transfer:
         self.host = host
         self.disk = disk
         self.min_priority = min_priority
-        self.value = HitValue()
+        self.values = [HitValue() for _ in self.plan.groups]
         self._condition = threading.Condition()
         self._fetches: dict[BlockId, Fetch] = {}
         #: Blocks of the host tier that the disk has not taken yet.
@@ -69,23 +72,30 @@ class Transfer:
 
     # --- up: how many can be loaded, load, wait, onboard ----------------------------------------------------
 
-    def find(self, chain: Chain, on_device: int) -> int:
-        """Return how many leading blocks could be had, with the first `on_device` of them from the device."""
-        return longest(
-            self.plan.groups, on_device, [self._have(group, chain) for group in range(len(self.plan.groups))]
-        )
+    def find(self, chain: Chain, device: Device, matched: int) -> int:
+        """Return how many leading blocks could be had.
 
-    def start(self, chain: Chain, on_device: int) -> Load | None:
-        """Begin to bring what `find` found into the host tier, and hold it there; None when there is nothing."""
-        count = self.find(chain, on_device)
-        if count <= on_device:
+        Args:
+            chain: Of the prompt.
+            device: By group and block, whether the device has it.
+            matched: Leading blocks that can be had with those of the device alone.
+        """
+        have = [list(map(or_, row, self._have(group, chain))) for group, row in enumerate(device)]
+        return longest(self.plan.groups, have, self.plan.tokens_per_block, above=matched)
+
+    def start(self, chain: Chain, device: Device, matched: int) -> Load | None:
+        """Begin to bring into the host tier what `find` counts on, and hold it there; None when there is nothing."""
+        count = self.find(chain, device, matched)
+        if count <= matched:
             return None
         wanted = [
             self._entry(group, chain, index)
-            for group in range(len(self.plan.groups))
-            for index in range(first_needed(self.plan.groups[group], count, on_device), count)
+            for group, plan in enumerate(self.plan.groups)
+            for blocks in needed(plan, count, self.plan.tokens_per_block)
+            for index in blocks
+            if not device[group][index]
         ]
-        load = Load(chain, on_device, time.monotonic() + LATENCY_S)
+        load = Load(chain, time.monotonic() + LATENCY_S)
         from_disk: list[tuple[Entry, Pieces]] = []
         for entry in wanted:
             place = self._hold(load, entry)
@@ -104,11 +114,20 @@ class Transfer:
             self._condition.wait_for(lambda: load.ready, max(load.deadline - time.monotonic(), 0.0))
         return load.ready
 
-    def loaded(self, load: Load, *, at_best: bool = False) -> int:
-        """Return how many leading blocks a load brings, as far as it has come; `at_best` counts what is under way."""
+    def loaded(self, load: Load, device: Device, *, at_best: bool = False) -> int:
+        """Return how many leading blocks can be had with a load as far as it has come; else 0.
+
+        Args:
+            load: Of the prompt.
+            device: By group and block, whether the device has it now.
+            at_best: Count what is under way.
+        """
         keys = load.chain.keys
-        have = [[load.holds((g, key), at_best=at_best) for key in keys] for g in range(len(self.plan.groups))]
-        return longest(self.plan.groups, load.first, have)
+        have = [
+            [there or load.holds((group, key), at_best=at_best) for there, key in zip(row, keys, strict=False)]
+            for group, row in enumerate(device)  # the prompt may be longer by now
+        ]
+        return longest(self.plan.groups, have, self.plan.tokens_per_block)
 
     def let_go(self, load: Load) -> None:
         """End a load: its blocks may be given up again, and what is still under way is nobody's."""
@@ -141,7 +160,7 @@ class Transfer:
             found += came
             for entry, ok in zip(entries, came, strict=True):
                 if ok:
-                    self.value.hit(entry.id)
+                    self.values[entry.group].hit(entry.id)
         return found
 
     # --- down: save, flush ----------------------------------------------------------------------------------
@@ -152,14 +171,15 @@ class Transfer:
         Whole blocks of at least `min_priority` whose kind has been worth it go to the host tier, and from there to the
         disk behind the caller's back. What a tier has is not written again.
         """
-        return sum(self._keep([b for b in leaving if self._worth(b) and self.value.admit((b.group, b.key), b.uses)]))
+        worth = [b for b in leaving if self._worth(b) and self.values[b.group].admit((b.group, b.key), b.uses)]
+        return sum(self._keep(worth))
 
     def keep(self, blocks: Iterable[Evicted]) -> int:
         """Copy blocks that stay on the device, as far as there is room below; returns how many are kept."""
         return sum(self._keep([block for block in blocks if self._worth(block)]))
 
     def _worth(self, block: Evicted) -> bool:
-        return block.priority >= self.min_priority and len(block.token_ids) == self._tokens(block.group)
+        return block.priority >= self.min_priority and len(block.token_ids) == self.plan.tokens_per_block
 
     def _keep(self, blocks: Sequence[Evicted]) -> list[bool]:
         entries = [self._entry_of(block) for block in blocks]
@@ -296,7 +316,7 @@ class Transfer:
 
     def _entry(self, group: int, chain: Chain, index: int) -> Entry:
         parent = chain.keys[index - 1] if index else b""
-        position = index * self._tokens(group)
+        position = index * self.plan.tokens_per_block
         return Entry(group, chain.keys[index], chain.tokens[index], parent, position, chain.extras[index])
 
     def _entry_of(self, block: Evicted) -> Entry:
@@ -305,13 +325,10 @@ class Transfer:
             block.key,
             pack_tokens(block.token_ids),
             block.parent if block.index else b"",
-            block.index * self._tokens(block.group),
+            block.index * self.plan.tokens_per_block,
             block.extras,
             block.priority,
         )
-
-    def _tokens(self, group: int) -> int:
-        return self.plan.groups[group].tokens_per_block
 
     def _have(self, group: int, chain: Chain) -> list[bool]:
         """Say which blocks of a chain some tier has."""

@@ -49,6 +49,7 @@ class PagedCache(StepCache):
         salt: Only caches and calls with the same salt share blocks.
         retention: Priorities of token ranges of every prompt, after release.
         plan: A ready plan, instead of the five arguments that describe one.
+        cache: A cache that is there, instead of one made here: with tiers below it, for instance. Close it yourself.
         options: More keywords for `make_plan` (`max_seq_len`, `max_sequences`, `max_step_tokens`, ...); `num_draft` is
             the most drafts of assisted decoding for models of convolutions (LFM2), 31 by default: each has a state.
 
@@ -74,14 +75,17 @@ class PagedCache(StepCache):
         salt: str | bytes | None = None,
         retention: SequenceOf[Retention] = (),
         plan: Plan | None = None,
+        cache: KVCache | None = None,
         **options: Any,
     ) -> None:
         if mode not in MODES:
             raise UnsupportedError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
-        if plan is None:
-            plan = plan_for(model, budget, codec, layout, tokens_per_block, options)
+        if cache is None:
+            if plan is None:
+                plan = plan_for(model, budget, codec, layout, tokens_per_block, options)
+            cache = KVCache(plan, backend=backend, num_threads=num_threads)
         gathers = mode == "gather" or (mode == "auto" and not model._can_set_attn_implementation())
-        super().__init__(KVCache(plan, backend=backend, num_threads=num_threads), model, gathers=gathers)
+        super().__init__(cache, model, gathers=gathers)
         self.rows = Rows(self.cache, salt, retention)
         self._members: list[Sequence | None] = []  # the rows of the open step, and how many columns they have
         self._columns = 0
@@ -186,12 +190,12 @@ class PagedCache(StepCache):
             computed = sequence.num_computed_tokens
             # What the first step of a sequence finds counts as computed only then: one more could be one too many.
             unmatched = computed == 0 and until < len(sequence)
-            continues = computed > 0 or (
-                self._single_steps and self.cache.peek(sequence.tokens, salt=self.rows.salt) > 0
-            )
-            single = unmatched or (continues and self._single_steps)
-            step = self.cache.step([(sequence, 1 if single else until - computed)])
+            step = self.cache.step([(sequence, 1 if unmatched else until - computed)])
             first = int(step.positions[0])
+            if self._single_steps and first > 0 and step.total_tokens > 1:
+                step.close(failed=True)
+                step = self.cache.step([(sequence, 1)])
+                first = int(step.positions[0])
             self._set_step(step, DenseMap(1, step.total_tokens), [sequence], first + step.total_tokens)
             optional = {"position_ids": step.positions[None].long(), "logits_to_keep": 1}
             given = {name: value for name, value in optional.items() if name in self._arguments}
@@ -201,6 +205,8 @@ class PagedCache(StepCache):
         rows = [row for row in self.rows.sequences if row is not None]
         if not rows:
             raise LayoutError("every row of the batch is padding; attention_mask shows no token")
+        if self.cache.has_tiers:
+            self.cache.below.wait([row.id for row in rows])  # all rows are in one step
         drafts = self._take_drafts(rows)
         step = self.cache.step([(row, len(row)) for row in rows], drafts=drafts)
         if step.num_samples != len(rows):
