@@ -17,8 +17,9 @@ from kvpool.plan import Plan
 from kvpool.sequence import Sequence
 from kvpool.step import Step, StepBuffers
 from kvpool.tiers.base import TierStats
-from kvpool.tiers.below import Below, open_below, tier_options
+from kvpool.tiers.below import Below, open_below
 from kvpool.tiers.elastic import Elastic, ResizeResult
+from kvpool.tiers.options import tier_options
 
 
 class KVCache(LayerAccess):

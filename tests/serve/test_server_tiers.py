@@ -7,7 +7,7 @@ import time
 import pytest
 from running import GREEDY, Running
 
-from kvpool.tiers.directory import Directory
+from kvpool.tiers.disk.directory import Directory
 
 pytestmark = pytest.mark.model
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.tiers.directory import Directory
+from kvpool.tiers.disk.directory import Directory
 
 from .tiered_world import KINDS, PROMPT, World
 

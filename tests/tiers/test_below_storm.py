@@ -104,5 +104,5 @@ def storm(path: Path, operations: int) -> None:
                 world.verify(seq)
     close()
     torch.set_num_threads(before)
-    assert hits["host"] > operations / 20
-    assert hits["disk"] > operations / 200
+    assert hits["host"] > operations / 200
+    assert hits["disk"] > operations / 400

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvpool.errors import PlanMismatch, TierError
-from kvpool.tiers import writes as writes_module
 from kvpool.tiers.base import Entry, Identity, Outcome, Status
-from kvpool.tiers.directory import Directory
 from kvpool.tiers.disk import DiskTier
-from kvpool.tiers.reading import Reading
-from kvpool.tiers.writer import WritableDirectory
+from kvpool.tiers.disk import write_queue as writes_module
+from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.directory_writer import WritableDirectory
+from kvpool.tiers.disk.segment_reading import Reading
 
 from . import blocks
 from .conformance import WAIT_S, TierConformance, get, put, statuses

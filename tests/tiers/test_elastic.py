@@ -1,10 +1,10 @@
+"""Memory that moves between groups: content, addresses and the budget stay."""
+
 from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,42 +13,11 @@ import torch
 import kvpool as kv
 from kvpool.kinds import KVKind, LayerSpec, Lifetime
 
-from .tiered_world import FULL, WINDOW, N, World
+from .elastic_world import Roomy, resident
+from .tiered_world import FULL, WINDOW, N
 
 #: Five window layers to one full layer, as in Gemma 3.
 GEMMA = tuple(LayerSpec((KVKind(1, 32),), Lifetime(window=64) if i % 6 < 5 else Lifetime()) for i in range(6))
-
-
-class Roomy(World):
-    """A world whose budget may grow to four times what it starts with."""
-
-    def __init__(self, layers: Any = FULL, *, budget: int, **options: Any) -> None:
-        self.spec = kv.CacheSpec(layers=layers, dtype="fp32", max_seq_len=4096)
-        self.plan = kv.make_plan(
-            self.spec, budget=budget, max_budget=4 * budget, codec="fp32", tokens_per_block=N, max_sequences=64,
-            max_step_tokens=2048, **options,
-        )  # fmt: skip
-        self.cache = kv.KVCache(self.plan, backend="reference")
-
-    def addresses(self) -> list[tuple[int, ...]]:
-        parts = [self.cache.pools.part(layer, part) for layer in range(len(self.spec.layers)) for part in "kv"]
-        tables = [t.data_ptr() for b in self.cache._buffers for g in b.groups for t in (g.block_table, g.slots)]
-        return [(p.address, *p.strides) for part in parts for p in part.planes.values()] + [tuple(tables)]
-
-
-def resident(cache: kv.KVCache) -> int:
-    """Bytes of the reserved ranges that the system keeps in memory."""
-    total = 0
-    ranges = [(slab.address, slab.address + slab.memory.reserved_bytes) for slab in cache.pools.slabs]
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if found:
-            start, stop = int(found[1], 16), int(found[2], 16)
-            inside = any(a <= start and stop <= b + (2 << 20) for a, b in ranges)
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 @pytest.mark.parametrize("layers", [FULL, WINDOW, GEMMA], ids=["full", "window", "gemma"])
@@ -154,51 +123,6 @@ def test_a_resize_that_waits_is_carried_out_after_a_step_that_failed_too() -> No
         world.cache.resize(1 << 40)
 
 
-#: Tokens computed at once: a window needs room for them beside what it sees.
-CHUNK = 64
-
-
-def hold(world: Roomy, length: int) -> int:
-    """Open sequences of a length until no more fit; returns the tokens held. All are verified, then released."""
-    seqs: list[Any] = []
-    while len(seqs) < 60:
-        try:
-            seq = world.open([len(seqs) * 5000 + i for i in range(length)])
-        except kv.OutOfBlocks:
-            break
-        try:
-            for _ in range(-(-length // CHUNK)):
-                world.step(seq, most=CHUNK)
-        except kv.OutOfBlocks:
-            seq.release(keep=False)
-            break
-        seqs.append(seq)
-        assert world.cache._elastic.committed_bytes <= world.plan.budget_bytes
-    for seq in seqs[:: max(1, len(seqs) // 3)]:
-        world.verify(seq)
-    world.cache.check()
-    for seq in seqs:
-        seq.release()
-    return len(seqs) * length
-
-
-def oracle(budget: int, length: int) -> int:
-    """Tokens that the best static split for this length holds, in whole sequences."""
-    spec = kv.CacheSpec(layers=GEMMA, dtype="fp32", max_seq_len=4096)
-    best = 0
-    for share in [i / 40 for i in range(1, 40)]:
-        try:
-            plan = kv.make_plan(
-                spec, budget=budget, codec="fp32", tokens_per_block=N, max_sequences=64, max_step_tokens=2048,
-                shares={"full": share, "window-64": 1 - share},
-            )  # fmt: skip
-        except kv.PlanError:
-            continue
-        need = [g.blocks_for(length) for g in plan.groups]
-        best = max(best, min(g.num_blocks // n for g, n in zip(plan.groups, need, strict=True)))
-    return min(best, 60) * length
-
-
 def test_one_budget_serves_short_and_long_sequences_as_well_as_a_split_made_for_each() -> None:
     torch.manual_seed(0)
     budget = 3 << 20
@@ -207,8 +131,8 @@ def test_one_budget_serves_short_and_long_sequences_as_well_as_a_split_made_for_
     first = world.cache._elastic.num_blocks
     seen = set()
     for length in (16, 1200, 64, 2400, 16):
-        held, best = hold(world, length), oracle(budget, length)
-        assert held >= 0.95 * best, f"sequences of {length}: {held} tokens held, the best split holds {best}"
+        held, best = world.hold(length, 60, 64), world.best_split(length, 60)
+        assert held >= 0.95 * best, f"sequences of {length}: {held} held, the best split holds {best}"
         seen.add(world.cache._elastic.num_blocks)
     assert len(seen) > 2
     assert first not in seen or len(seen) > 3

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from kvpool.tiers.segment import RecordHeader
+    from kvpool.tiers.disk.segment_format import RecordHeader
 
 app = typer.Typer(
     add_completion=False,
@@ -31,7 +31,7 @@ def list_blocks(
 ) -> None:
     """List the prefixes a directory holds: one line for each end of a prefix."""
     from kvpool.plan.budget import format_bytes
-    from kvpool.tiers.directory import Directory
+    from kvpool.tiers.disk.directory import Directory
 
     found = Directory(directory)
     records = [record for record, _ in found.entries()]
@@ -78,8 +78,8 @@ def _row(record: RecordHeader) -> dict[str, Any]:
 @app.command("verify")
 def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
     """Read and check every block; exit code 1 when anything is damaged."""
-    from kvpool.tiers.directory import Directory
-    from kvpool.tiers.exchange import BlockReader
+    from kvpool.tiers.disk.directory import Directory
+    from kvpool.tiers.export_import import BlockReader
 
     found = Directory(directory)
     reader = BlockReader()
@@ -106,7 +106,7 @@ def prune(
 ) -> None:
     """Give up the least useful blocks until a directory takes at most a size."""
     from kvpool.plan.budget import parse_bytes
-    from kvpool.tiers.writer import WritableDirectory
+    from kvpool.tiers.disk.directory_writer import WritableDirectory
 
     found = WritableDirectory(directory)
     before = {"bytes_before": found.total_bytes, "blocks_before": len(found)}
@@ -130,8 +130,8 @@ def export(
 ) -> None:
     """Write prefixes to a safetensors file."""
     from kvpool.errors import TierError
-    from kvpool.tiers.directory import Directory
-    from kvpool.tiers.exchange import export_blocks, prefix
+    from kvpool.tiers.disk.directory import Directory
+    from kvpool.tiers.export_import import export_blocks, prefix
 
     found = Directory(directory)
     if key:
@@ -155,7 +155,7 @@ def import_(
 ) -> None:
     """Read prefixes from a safetensors file into a directory."""
     from kvpool.plan.budget import parse_bytes
-    from kvpool.tiers.exchange import import_blocks
+    from kvpool.tiers.export_import import import_blocks
 
     done = import_blocks(source, directory, size_bytes=None if size is None else parse_bytes(size, "--size"))
     _print_exchanged(done, as_json, f"taken into {directory}", "there already")

@@ -7,88 +7,26 @@ a slow tier works while the sequence waits its turn; a step takes what has come 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from kvpool.backends import Backend
-from kvpool.codecs import get_codec
-from kvpool.errors import KVError, TierError, UnsupportedError
+from kvpool.errors import KVError
 from kvpool.ledger import Ledger, StepDecision
 from kvpool.plan import Plan
-from kvpool.plan.budget import parse_bytes
 from kvpool.pools import Pools
 from kvpool.tiers.base import TierStats, pack_tokens
+from kvpool.tiers.block_format import BlockFormat, CodecFormat, DeviceFormat
 from kvpool.tiers.disk import DiskTier
-from kvpool.tiers.doors import CodecDoor, Door, SlabDoor
 from kvpool.tiers.host import HostTier
 from kvpool.tiers.identity import block_identity
-from kvpool.tiers.loads import Chain, Load
 from kvpool.tiers.mover import mover_for
+from kvpool.tiers.options import TierOptions
+from kvpool.tiers.prompt_load import Chain, Load
 from kvpool.tiers.transfer import Transfer
 
 Items = list[tuple[int, int]]
 #: Host memory in front of a disk when none was asked for: the disk reads and writes host memory only.
 STAGING_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """The tiers a cache has below its device.
-
-    Attributes:
-        host_bytes: Host memory for blocks; None for none, or for a little in front of a disk.
-        disk: Directory; None for none.
-        disk_bytes: The most the directory may take; None for no cap.
-        model: What tells the model's weights from all others; a disk needs it.
-        codec: Format of the blocks there; None for the device's own.
-    """
-
-    host_bytes: int | None = None
-    disk: Path | None = None
-    disk_bytes: int | None = None
-    model: str = ""
-    codec: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.disk is not None and not self.model:
-            raise TierError(
-                "blocks on disk outlive the process, and nothing says which weights computed them; give model=, a text"
-                " that tells these weights from all others, such as kvpool.tiers.identity.weights_identity makes"
-            )
-
-
-def tier_options(
-    plan: Plan,
-    host_size: int | str | None,
-    disk: str | Path | None,
-    disk_size: int | str | None,
-    model: str,
-    codec: str | None,
-) -> TierOptions | None:
-    """Read what a cache is asked for below its device; None for nothing. Budgets of the plan are the defaults.
-
-    Raises:
-        TierError: The options make no sense together.
-        UnsupportedError: This cache can have no tiers.
-    """
-    budgets = {tier.name: tier.budget_bytes for tier in plan.tiers}
-    host = budgets.get("host") if host_size is None else parse_bytes(host_size, "host_size")
-    cap = budgets.get("disk") if disk_size is None else parse_bytes(disk_size, "disk_size")
-    if disk_size is not None and disk is None:
-        raise TierError(f"disk_size is {disk_size!r}, but there is no directory; give disk=")
-    if not host and disk is None:
-        if codec is not None:
-            raise TierError(
-                f"host_codec is {codec!r}, but there is no tier to hold such blocks; give host_size or disk"
-            )
-        return None
-    if codec is not None and get_codec(codec).constant_scale:
-        raise UnsupportedError(
-            f"host_codec {codec!r} needs constant scales, and tiers have none of their own; choose one that stores its"
-            " scales, such as fp8, int8 or nvfp4-token"
-        )
-    return TierOptions(host or None, None if disk is None else Path(disk), cap or None, model, codec)
 
 
 class Below:
@@ -247,16 +185,16 @@ class Below:
 
     def pass_through(self, sequence: int) -> None:
         """Make of a sequence's whole blocks what a trip through the tiers makes of them, to measure it."""
-        door = self.transfer.door
-        for group, plan in enumerate(door.plan.groups):
+        format = self.transfer.format
+        for group, plan in enumerate(format.plan.groups):
             if plan.is_state:
                 continue  # kept as it is
             table, length = self._ledger.table(sequence, group)
             held = [(group, block) for block in table[: length // plan.tokens_per_block] if block >= 0]
-            for at in range(0, len(held), door.num_blocks):
-                blocks = held[at : at + door.num_blocks]
-                door.leave(blocks)
-                door.enter(blocks, [True] * len(blocks))
+            for at in range(0, len(held), format.num_blocks):
+                blocks = held[at : at + format.num_blocks]
+                format.leave(blocks)
+                format.enter(blocks, [True] * len(blocks))
 
     # --- whole cache ----------------------------------------------------------------------------------------
 
@@ -312,12 +250,12 @@ def open_below(plan: Plan, pools: Pools, ledger: Ledger, backend: Backend, optio
     """
     for constants in pools.constants.values():
         constants.freeze()
-    door: Door = SlabDoor(plan, pools)
+    format: BlockFormat = DeviceFormat(plan, pools)
     if options.codec is not None:
-        door = CodecDoor(plan, pools, backend, options.codec)
-    identity = block_identity(door.plan, door.constants, options.model, origin=door.origin)
-    sizes = [group.bytes_per_block for group in door.plan.groups]
+        format = CodecFormat(plan, pools, backend, options.codec)
+    identity = block_identity(format.plan, format.constants, options.model, origin=format.origin)
+    sizes = [group.bytes_per_block for group in format.plan.groups]
     host_bytes = max(STAGING_BYTES, 4 * max(sizes)) if options.host_bytes is None else options.host_bytes
-    host = HostTier(host_bytes, sizes, identity, mover_for(pools.device, door.slabs))
+    host = HostTier(host_bytes, sizes, identity, mover_for(pools.device, format.slabs))
     disk = None if options.disk is None else DiskTier(options.disk, identity, size_bytes=options.disk_bytes)
-    return Below(plan, ledger, Transfer(door, host, disk))
+    return Below(plan, ledger, Transfer(format, host, disk))

@@ -30,8 +30,8 @@ from kvpool.tiers.base import (
     TierStats,
     payload_bytes,
 )
+from kvpool.tiers.eviction_order import EvictionOrder
 from kvpool.tiers.mover import Copies, HostMover, Mover
-from kvpool.tiers.order import EvictionOrder
 
 #: A block may be cut into at most about so many units; smaller units waste less at its end and cost more copies.
 MAX_UNITS = 8

@@ -18,12 +18,12 @@ from operator import or_
 from kvpool.errors import TierError
 from kvpool.ledger.decisions import Evicted
 from kvpool.tiers.base import BlockId, Entry, Outcome, Pieces, Status, Tier, TierStats, pack_tokens, payload_bytes
+from kvpool.tiers.block_format import BlockFormat
 from kvpool.tiers.disk import DiskTier
-from kvpool.tiers.doors import Door
+from kvpool.tiers.hit_value import HitValue
 from kvpool.tiers.host import HostTier
-from kvpool.tiers.lengths import longest, needed
-from kvpool.tiers.loads import Chain, Fetch, Load
-from kvpool.tiers.value import HitValue
+from kvpool.tiers.prompt_load import Chain, Fetch, Load
+from kvpool.tiers.usable_length import longest, needed
 
 #: By group and whole block of a prompt, whether the device has it: as the ledger's `in_tree` says.
 Device = Sequence[Sequence[int]]
@@ -42,7 +42,7 @@ class Transfer:
     """Copies blocks between the slabs of one device, a host tier and perhaps a disk tier.
 
     Args:
-        door: To the slabs.
+        format: How blocks look to the tiers.
         host: Always there: what the disk reads and writes is host memory.
         disk: Or None.
         min_priority: Blocks of a lower priority are dropped when they are evicted.
@@ -53,14 +53,14 @@ class Transfer:
 
     def __init__(
         self,
-        door: Door,
+        format: BlockFormat,
         host: HostTier,
         disk: DiskTier | None = None,
         *,
         min_priority: int = MIN_PRIORITY,
     ) -> None:
-        self.door = door
-        self.plan = door.plan
+        self.format = format
+        self.plan = format.plan
         self.host = host
         self.disk = disk
         self.min_priority = min_priority
@@ -150,13 +150,13 @@ class Transfer:
             Which of them hold their content now.
         """
         found: list[bool] = []
-        for at in range(0, len(chain_blocks), self.door.num_blocks):
-            part = chain_blocks[at : at + self.door.num_blocks]
+        for at in range(0, len(chain_blocks), self.format.num_blocks):
+            part = chain_blocks[at : at + self.format.num_blocks]
             blocks = [(group, block) for group, block, _, _ in part]
             entries = [self._entry(group, chain, index) for group, _, chain, index in part]
-            outcomes = self.host.get(list(zip(entries, self.door.room(blocks), strict=True))).outcomes
+            outcomes = self.host.get(list(zip(entries, self.format.room(blocks), strict=True))).outcomes
             came = [outcome.ok for outcome in outcomes]
-            self.door.enter(blocks, came)
+            self.format.enter(blocks, came)
             found += came
             for entry, ok in zip(entries, came, strict=True):
                 if ok:
@@ -185,9 +185,9 @@ class Transfer:
         entries = [self._entry_of(block) for block in blocks]
         kept = self.host.renew(entries)  # what is there is neither converted nor written again
         new = [i for i, there in enumerate(kept) if not there]
-        for at in range(0, len(new), self.door.num_blocks):
-            part = new[at : at + self.door.num_blocks]
-            pieces = self.door.leave([(blocks[i].group, blocks[i].block) for i in part])
+        for at in range(0, len(new), self.format.num_blocks):
+            part = new[at : at + self.format.num_blocks]
+            pieces = self.format.leave([(blocks[i].group, blocks[i].block) for i in part])
             outcomes = self.host.put(list(zip([entries[i] for i in part], pieces, strict=True))).outcomes
             for i, outcome in zip(part, outcomes, strict=True):
                 kept[i] = outcome.ok

@@ -19,9 +19,9 @@ from typing import Any
 
 from kvpool.errors import TierError
 from kvpool.tiers.base import BlockId, Entry, Identity, Pieces, Status, pack_tokens, reason, unpack_tokens
-from kvpool.tiers.directory import Directory
-from kvpool.tiers.segment import MAX_PAYLOAD_BYTES, RecordHeader, payload_checksum
-from kvpool.tiers.writer import WritableDirectory
+from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.directory_writer import WritableDirectory
+from kvpool.tiers.disk.segment_format import MAX_PAYLOAD_BYTES, RecordHeader, payload_checksum
 
 FORMAT = "kvpool-prefixes-1"
 #: safetensors' own limit on a header.

@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 from kvpool.tiers.base import BlockId, Entry
-from kvpool.tiers.order import EvictionOrder
+from kvpool.tiers.eviction_order import EvictionOrder
 
 from . import blocks
 

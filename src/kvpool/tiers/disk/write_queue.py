@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import TierError
-from kvpool.tiers.appender import WRITE_BYTES
 from kvpool.tiers.base import BlockId, Outcome, Status, reason
-from kvpool.tiers.jobs import Job
-from kvpool.tiers.segment import payload_checksum
-from kvpool.tiers.writer import WritableDirectory
+from kvpool.tiers.disk.directory_writer import WritableDirectory
+from kvpool.tiers.disk.job import Job
+from kvpool.tiers.disk.segment_appender import WRITE_BYTES
+from kvpool.tiers.disk.segment_format import payload_checksum
 
 _log = logging.getLogger("kvpool.tiers.disk")
 #: After the system refused a write, the next is tried so much later.

@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 
 from kvpool.tiers.base import Batch, Pieces, memory, payload_bytes, reason
+from kvpool.tiers.disk.segment_format import ALIGN, encode_record, header_bytes, padded
 from kvpool.tiers.pieces import move
-from kvpool.tiers.segment import ALIGN, encode_record, header_bytes, padded
 
 _log = logging.getLogger("kvpool.tiers.disk")
 #: One write covers at most about so many bytes: larger ones gain nothing, and a kill loses what one holds.

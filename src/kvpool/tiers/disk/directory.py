@@ -1,6 +1,6 @@
 """A directory of segment files, found again by reading it: index, order and verified reads.
 
-Synchronous: whoever calls waits for the disk. Threads, queues and deadlines are `disk.py`'s. Index and eviction order
+Synchronous: whoever calls waits for the disk. Threads, queues and deadlines are `tier.py`'s. Index and eviction order
 live in memory and are rebuilt from the segments; nothing on disk is ever changed in place.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from kvpool.errors import TierError
 from kvpool.tiers.base import MISS, BlockId, Entry, Identity, Outcome, Pieces, Status, payload_bytes, reason
-from kvpool.tiers.order import EvictionOrder
-from kvpool.tiers.reading import Place, Reading, Segment, read_all
-from kvpool.tiers.segment import DamagedError, DamagedRange, RecordHeader, read_header, scan
+from kvpool.tiers.disk.segment_format import DamagedError, DamagedRange, RecordHeader, read_header, scan
+from kvpool.tiers.disk.segment_reading import Place, Reading, Segment, read_all
+from kvpool.tiers.eviction_order import EvictionOrder
 
 _log = logging.getLogger("kvpool.tiers.disk")
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kvpool")
@@ -35,7 +35,7 @@ class Damage:
 
 
 class Directory:
-    """The blocks in one directory, for reading; `writer.WritableDirectory` adds to them.
+    """The blocks in one directory, for reading; `directory_writer.WritableDirectory` adds to them.
 
     Args:
         path: Must exist.

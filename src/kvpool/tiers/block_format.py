@@ -25,7 +25,7 @@ DeviceBlock = tuple[int, int]
 CONVERT_BLOCKS = 8
 
 
-class Door(Protocol):
+class BlockFormat(Protocol):
     """What a transfer asks for memory.
 
     Attributes:
@@ -52,7 +52,7 @@ class Door(Protocol):
         """Bring those that came into the device, after `room` for the same blocks."""
 
 
-class SlabDoor:
+class DeviceFormat:
     """The slabs themselves."""
 
     num_blocks = 1 << 30
@@ -73,7 +73,7 @@ class SlabDoor:
         pass
 
 
-class CodecDoor:
+class CodecFormat:
     """Rows in another codec, between the slabs and the tiers. States stay as they are: their bytes are the slab's.
 
     Args:
@@ -106,7 +106,7 @@ class CodecDoor:
             constants.freeze()
         self.origin = f"{plan.block_format} {fingerprint(pools.constants).hex()}"
         self._backend = backend
-        self._device = SlabDoor(plan, pools)
+        self._device = DeviceFormat(plan, pools)
         self._bases = [slab.address for slab in rows.slabs]
         self._pairs: list[list[tuple[Part, Part]]] = []
         for ours, theirs in zip(plan.groups, self.plan.groups, strict=True):

@@ -11,9 +11,9 @@ import pytest
 from kvpool.cli import main
 from kvpool.errors import PlanMismatch, TierError
 from kvpool.tiers.base import Entry, Identity
-from kvpool.tiers.directory import Directory
-from kvpool.tiers.exchange import export_blocks, import_blocks, prefix
-from kvpool.tiers.writer import WritableDirectory
+from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.directory_writer import WritableDirectory
+from kvpool.tiers.export_import import export_blocks, import_blocks, prefix
 
 from . import blocks
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpool.tiers.base import BlockId, Entry, Outcome, Pieces, Status, memory
-from kvpool.tiers.segment import DamagedError, SegmentHeader, decode_record, padded, payload_checksum
+from kvpool.tiers.disk.segment_format import DamagedError, SegmentHeader, decode_record, padded, payload_checksum
 
 
 @dataclass(slots=True, eq=False)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpool.errors import TierError
-from kvpool.tiers.appender import WRITE_BYTES, Appender, chunk
 from kvpool.tiers.base import Batch, BlockId, Entry, Identity, Outcome, Pieces, Status, memory, payload_bytes, reason
-from kvpool.tiers.directory import Directory
-from kvpool.tiers.reading import Place, Segment, read_all
-from kvpool.tiers.segment import DamagedError, SegmentHeader, decode_record, payload_checksum
+from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.segment_appender import WRITE_BYTES, Appender, chunk
+from kvpool.tiers.disk.segment_format import DamagedError, SegmentHeader, decode_record, payload_checksum
+from kvpool.tiers.disk.segment_reading import Place, Segment, read_all
 
 MAX_SEGMENT_BYTES = 256 << 20
 MIN_SEGMENT_BYTES = 1 << 20

@@ -27,11 +27,11 @@ from kvpool.tiers.base import (
     TierStats,
     reason,
 )
-from kvpool.tiers.directory import Damage, Directory
-from kvpool.tiers.jobs import Job
-from kvpool.tiers.reads import ReadQueue
-from kvpool.tiers.writer import WritableDirectory
-from kvpool.tiers.writes import WriteQueue
+from kvpool.tiers.disk.directory import Damage, Directory
+from kvpool.tiers.disk.directory_writer import WritableDirectory
+from kvpool.tiers.disk.job import Job
+from kvpool.tiers.disk.read_queue import ReadQueue
+from kvpool.tiers.disk.write_queue import WriteQueue
 
 _log = logging.getLogger("kvpool.tiers.disk")
 #: Bytes given to `put` and not yet written; beyond, back-pressure.

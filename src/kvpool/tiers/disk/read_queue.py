@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvpool.tiers.appender import MAX_PIECES
 from kvpool.tiers.base import Outcome, Status
-from kvpool.tiers.directory import Directory
-from kvpool.tiers.jobs import Job
-from kvpool.tiers.reading import Reading
+from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.job import Job
+from kvpool.tiers.disk.segment_appender import MAX_PIECES
+from kvpool.tiers.disk.segment_reading import Reading
 
 _log = logging.getLogger("kvpool.tiers.disk")
 #: Blocks that lie one after another are read in one call of about so many bytes: small ones cost little then, and the
