@@ -133,6 +133,51 @@ def test_windows_alone_keep_their_nodes_within_bounds() -> None:
         assert d.ledger.stats().num_nodes <= 2 * 16 + 2 * (64 // 4 + 16)
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["all comes", "only the state comes"])
+def test_a_state_comes_from_below_with_the_blocks_the_tree_lacks(on_device: bool) -> None:
+    d = Driver(make_plan((FULL, 16), (None, 8), checkpoint_interval=8), offer=True)
+    prompt = list(range(18))
+    a = d.open(prompt)
+    while d.ledger.num_computed_tokens(a) < 18:
+        d.step((a, 18))
+    keys = d.ledger.keys(a)
+    d.ledger.release(a)
+    if on_device:  # short prompts push the states out
+        for number in range(8):
+            d.ledger.release(d.prefill([100 + number])[0])
+    else:
+        b = d.open(range(200, 264))
+        while d.ledger.num_computed_tokens(b) < 64:
+            d.step((b, 64))
+        d.ledger.release(b, keep=False)
+    c = d.open(prompt)
+    blocks, states = d.ledger.in_tree(c)
+    assert (list(blocks), list(states)) == ([on_device] * 4, [0] * 4)
+    assert (1, keys[3]) in d.store, "the last border before the end of the prompt is a checkpoint"
+    d.ledger.expect(c, 4)
+    step = d.step((c, 18))  # the driver checks what the step reads
+    wanted = [(1, 3)] if on_device else [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3)]
+    assert [(o.group, o.index) for o in step.onboards] == wanted
+    assert [o.key for o in step.onboards] == [keys[index] for _, index in wanted]
+    assert (d.cached(step, c), step.total_tokens) == (16, 2)
+    assert d.ledger.peek(prompt) == 16, "it is in the tree again"
+    d.ledger.release(c)
+    d.ledger.check()
+
+
+def test_an_aborted_step_gives_back_what_was_to_come_from_below() -> None:
+    d = Driver(make_plan((FULL, 16), (None, 8), checkpoint_interval=8), offer=True)
+    c = d.open(range(18))
+    before = d.ledger.stats()
+    d.ledger.expect(c, 4)
+    decision = d.ledger.begin_step([(c, 18)], d.buffers[d.turn])
+    assert len(decision.onboards) == 5
+    d.ledger.abort_step(decision)
+    d.ledger.check()
+    assert d.ledger.stats().groups == before.groups
+    assert d.ledger.peek(range(18)) == 0
+
+
 def test_what_comes_from_below_is_not_matched_where_its_window_lacks_blocks() -> None:
     """A block on its way up has no window block where its own sequence does not need one: others cannot use it."""
     d = Driver(make_plan((FULL, 16), (Lifetime(window=5), 16)), offer=True)

@@ -37,3 +37,15 @@ def test_the_replay_of_the_trace_is_the_benchmark_s() -> None:
     host = both["tiers"]["host"]
     assert f"{host['blocks_down']:,} blocks go down and {host['blocks_up']:,} come up" in TEXT
     assert abs(both["hit_rate"] - large["hit_rate"]) <= 0.005
+
+
+def test_the_table_of_formats_below_is_what_was_measured() -> None:
+    rows = {row["codec"]: row for row in result("tier_formats")["rows"]}
+    for name, row in rows.items():
+        shown = f"{row['perplexity_change']:+.2%} | {row['top1_agreement']:.1%}".replace("%", " %")
+        line = f"| `{name}` | {row['bits_per_element']:g} | {shown} | {row['kl']:.4f} |"
+        assert line in TEXT or name == "bf16"
+    below = [row for name, row in rows.items() if ">" in name]
+    assert len(below) == 3
+    for row in below:
+        assert row["kl"] < 0.15 * rows[row["codec"].partition(">")[2]]["kl"]

@@ -34,7 +34,11 @@ def quality(
     model: Annotated[str | None, typer.Option(help="Directory or GGUF file; default: the embedded model")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file; default: the interpreter's pydoc topics")] = None,
     codecs: Annotated[
-        str, typer.Option(help="CODEC or K/V, with :unit, +smoothing, +rotation, +mixing; separated by commas")
+        str,
+        typer.Option(
+            help="CODEC or K/V, with :unit, +smoothing, +rotation, +mixing; CODEC>CODEC for another below the device;"
+            " separated by commas"
+        ),
     ] = DEFAULT_CODECS,
     baseline: Annotated[str, typer.Option(help="What the others are compared with")] = "bf16",
     windows: Annotated[int, typer.Option(min=1, help="Pieces of the text that are scored")] = 2,
