@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "triton")]
@@ -25,14 +24,15 @@ from kvpool.backends.base import Attention  # noqa: E402
 from kvpool.backends.reference import ReferenceBackend  # noqa: E402
 from kvpool.backends.triton import TritonBackend  # noqa: E402
 from kvpool.codecs import CODECS  # noqa: E402
-from kvpool.engine import Engine, Params, Sampling  # noqa: E402
-from kvpool.engine.graphs import CudaRecorder, DecodeGraphs  # noqa: E402
-from kvpool.kinds import FULL, IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime  # noqa: E402
+from kvpool.kinds import FULL, IndexerKind, KVKind, LatentKind, LayerSpec, Lifetime, StateKind  # noqa: E402
 from kvpool.layout import LAYOUTS  # noqa: E402
 from kvpool.plan import make_plan  # noqa: E402
 from kvpool.pools import Pools  # noqa: E402
 from kvpool.spec import CacheSpec  # noqa: E402
 from kvpool.step import Step, StepBuffers  # noqa: E402
+from kvpool.tiers.base import Entry, Identity, pack_tokens  # noqa: E402
+from kvpool.tiers.host import HostTier  # noqa: E402
+from kvpool.tiers.mover import DeviceMover, HostMover, mover_for  # noqa: E402
 
 REFERENCE = ReferenceBackend()
 #: Relative L2 error of outputs: bf16 operands give between 1e-3 and 1e-2.
@@ -251,6 +251,59 @@ def memory(device: str) -> None:
         assert isinstance(slab.memory, VirtualMemory), "virtual memory management is not in use here"
 
 
+class _AtOnce:
+    """A rehearsal's side stream: makes a copy when it is started."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self) -> None:
+        pass
+
+
+def states(device: str) -> None:
+    """Recurrent states are stored, read and copied to the bit."""
+    for codec in ("fp32", "bf16", "int8") if device != "cpu" else ("int8",):
+        spec = CacheSpec((LayerSpec((StateKind("ssm", (16, 64, 128)),)),) * 2, max_seq_len=64)
+        plan = make_plan(spec, codec={"ssm": codec}, num_blocks=24)
+        here, there = Pools(plan), Pools(plan, device)
+        part, other = here.part(1, "ssm"), there.part(1, "ssm")
+        slots = torch.tensor([20, 3, -1, 7], dtype=torch.int32)
+        x = torch.randn(4, part.vector.dim, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        backend = TritonBackend(device)
+        REFERENCE.write_states(part, slots, x)
+        backend.write_states(other, slots.to(device), x.to(device))
+        REFERENCE.copy(here, 0, [(20, 21), (3, 4)])
+        backend.copy(there, 0, [(20, 21), (3, 4)])
+        wanted = torch.tensor([20, 3, -1, 7, 21, 4], dtype=torch.int32)
+        want, got = REFERENCE.read_states(part, wanted), backend.read_states(other, wanted.to(device))
+        assert torch.equal(got.cpu(), want), codec
+
+
+def tiers(device: str) -> None:
+    """Blocks go to pinned host memory and come back on a side stream, behind what the device was given before."""
+    spec = CacheSpec(layers=(LayerSpec((KVKind(8, 128),)),) * 4, max_seq_len=1024)
+    plan = make_plan(spec, budget=32 << 20, codec="bf16", tokens_per_block=16)
+    pools = Pools(plan, device)
+    slab, size = pools.slabs[0], plan.groups[0].bytes_per_block
+    mover = (
+        DeviceMover(pools.slabs, _AtOnce, HostMover().reserve) if device == "cpu" else mover_for(device, pools.slabs)
+    )
+    tier = HostTier(16 * size, [size], Identity({"check": "gpu"}), mover)
+    blocks = list(range(0, plan.groups[0].num_blocks, 2))[:8]
+    entries = [Entry(0, bytes([b]) * 16, pack_tokens([b])) for b in blocks]
+    batch = [(entry, ((slab.address + b * size, size),)) for entry, b in zip(entries, blocks, strict=True)]
+    for b in blocks:
+        slab.block_bytes(b)[0].fill_(b + 1)
+    assert all(outcome.ok for outcome in tier.put(batch).outcomes)
+    slab.bytes[: slab.committed_bytes].fill_(0xFF)
+    assert all(outcome.ok for outcome in tier.get(batch).outcomes)
+    for b in range(plan.groups[0].num_blocks):
+        assert bool((slab.block_bytes(b)[0] == (b + 1 if b in blocks else 0xFF)).all()), f"block {b}"
+    tier.check()
+    tier.close()
+
+
 class _Again:
     """A rehearsal's recorder: runs the pass again."""
 
@@ -260,6 +313,8 @@ class _Again:
 
 def graphs(device: str) -> None:
     """A captured decode step answers for other contents, lengths and the other buffer."""
+    from kvpool.engine.graphs import CudaRecorder, DecodeGraphs
+
     spec = CacheSpec(layers=(LayerSpec((KVKind(2, 128),)),), max_seq_len=4096)
     plan = make_plan(spec, budget=64 << 20, codec="fp8", tokens_per_block=16, max_sequences=8, max_step_tokens=64)
     pools, mirror_pools = Pools(plan, device), Pools(plan, "cpu")
@@ -325,6 +380,10 @@ def graphs(device: str) -> None:
 
 def steps_in_flight(device: str) -> None:
     """The engine's answers do not depend on how many steps are in flight, with prompts cut in chunks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvpool.engine import Engine, Params, Sampling
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -347,7 +406,21 @@ def steps_in_flight(device: str) -> None:
 
 CHECKS: dict[str, Callable[[str], None]] = {
     f.__name__: f
-    for f in (formats, attention, heads, options, latents, sparse, indexer, high_ids, memory, graphs, steps_in_flight)
+    for f in (
+        formats,
+        attention,
+        heads,
+        options,
+        latents,
+        sparse,
+        indexer,
+        states,
+        high_ids,
+        memory,
+        tiers,
+        graphs,
+        steps_in_flight,
+    )
 }
 #: On a GPU the longest are cut, so that their kernels are compiled by several processes at once.
 GPU_CHECKS: dict[str, Callable[[str], None]] = {

@@ -36,10 +36,10 @@ def get_backend(name: str, device: str, num_threads: int | None = None) -> Backe
         UnsupportedError: The name is unknown, the backend does not run on the device, or the threads are out of range.
     """
     kind = device.split(":")[0]
+    fitting = [n for n, (_, _, devices, auto, _) in BACKENDS.items() if auto and kind in devices]
+    if not fitting:
+        raise UnsupportedError(f"device {device!r} is not supported; use cpu, cuda or, of several GPUs, cuda:1")
     if name == "auto":
-        fitting = [n for n, (_, _, devices, auto, _) in BACKENDS.items() if auto and kind in devices]
-        if not fitting:
-            raise UnsupportedError(f"no backend may be chosen for device {device!r}; name one of {', '.join(BACKENDS)}")
         name = fitting[0]
         log.say(_log, logging.INFO, "backend", chosen=name, why=f"the best for {kind}; name one to have another")
     if kind == "cuda" and not torch.cuda.is_available():
