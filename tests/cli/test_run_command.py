@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.model
 
@@ -88,6 +89,9 @@ def test_an_interrupt_prints_what_was_done_and_leaves_nothing_behind():
         (["--budget", "1KiB"], "1024"),
         (["--temperature", "-1"], "-1"),
         (["--backend", "gpu"], "gpu"),
+        (["--device", "tpu"], "'tpu' is not supported; use cpu, cuda"),
+        (["--backend", "triton"], "runs on cuda, not on 'cpu'"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda:1"], "'cuda:1' needs a GPU")]),
         (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--codec", "fp8-tensor+rotation", "--scales", "/nowhere"], "fp8-tensor+rotation"),
         (["--record", "/nowhere/t.jsonl"], "/nowhere"),
