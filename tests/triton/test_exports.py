@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,8 @@ from kvpool.errors import LayoutError, UnsupportedError
 from kvpool.kinds import KVKind, LatentKind, Lifetime
 from kvpool.layout import LAYOUTS
 
+#: FlashInfer, and what its import needs beside torch; not among the packages of the development environment (300 MB).
+FLASHINFER = ("flashinfer-python==0.7.4", "apache-tvm-ffi==0.1.15.post2", "einops==0.8.2", "nvidia-ml-py==13.615.71")
 REFERENCE = ReferenceBackend()
 
 
@@ -232,3 +238,20 @@ def test_trtllm_s_offsets_point_at_the_k_and_v_of_every_block() -> None:
     scaled = Scene(KVKind(3, 48), "fp8").pools.plan.groups[0]
     with pytest.raises(LayoutError, match="whole units"):
         trtllm_block_offsets(table, scaled.pools[0], scaled.bytes_per_block)
+
+
+@pytest.mark.slow
+def test_nothing_of_this_file_is_skipped_beside_flashinfer_s_references() -> None:
+    """They are torch and need no GPU; its wheel is in a folder of its own."""
+    root = Path(__file__).parents[2]
+    folder = root / "build" / "flashinfer"
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *FLASHINFER]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"{FLASHINFER[0]} cannot be installed here: {done.stderr[-200:]}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(folder)])}
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    assert not done.returncode, done.stdout[-2000:]
+    assert "SKIPPED" not in done.stdout, done.stdout[-2000:]
