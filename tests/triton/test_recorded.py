@@ -17,7 +17,7 @@ from kvpool.backends.reference import ReferenceBackend
 from kvpool.backends.triton import TritonBackend
 from kvpool.engine.graphs import DecodeGraphs, sizes_up_to
 from kvpool.errors import KVError
-from kvpool.kinds import FULL, KVKind, LayerSpec, Lifetime
+from kvpool.kinds import FULL, KVKind, LayerSpec, Lifetime, StateKind
 from kvpool.plan import Plan, make_plan
 from kvpool.pools import Pools
 from kvpool.spec import CacheSpec
@@ -129,6 +129,39 @@ def test_a_recorded_step_answers_for_any_contents_of_its_size(lifetime: Lifetime
             assert len(made) > before
     assert set(graphs._recordings) == {4, 2}
     assert step.buffers.root is first
+
+
+def test_a_recorded_step_takes_every_sequence_s_state_on_whatever_slots_it_has() -> None:
+    """Its state moves from the slot it is read from to the one it is written to; padded rows have none."""
+    spec = CacheSpec((LayerSpec((StateKind("ssm", (4, 32)),)),), max_seq_len=512)
+    plan = make_plan(spec, codec={"ssm": "int8"}, num_blocks=24, max_sequences=8, max_step_tokens=16)
+    pools, backend = Pools(plan), TritonBackend("cpu")
+    buffers = StepBuffers(plan, staged=True)
+    backend.prepare(pools, buffers)
+    part = pools.part(0, "ssm")
+
+    def forward(step: Step) -> torch.Tensor:
+        states = backend.read_states(part, step.groups[0].read_slots)
+        backend.write_states(part, step.groups[0].write_slots, states)
+        return states
+
+    graphs = DecodeGraphs(forward, 8, LaunchRecorder())
+    random = torch.Generator().manual_seed(0)
+    for count in (3, 4, 3):
+        slots = torch.randperm(24, generator=random)[: 2 * count].int()
+        before = torch.randn(count, 128, generator=random)
+        backend.write_states(part, slots[:count], before)
+        want = backend.read_states(part, slots[:count])
+        a, g = buffers.arrays, buffers.arrays.groups[0]
+        a.num_tokens[:count], a.cu_seqlens[1 : count + 1] = 1, range(1, count + 1)
+        g.read_slots[:count], g.write_slots[:count] = slots[:count], slots[count:]
+        decision = SimpleNamespace(sequences=tuple(range(count)), total_tokens=count, num_samples=count)
+        step = Step(buffers, decision, lambda *_: None, graphs.pad_to([1] * count)).start()
+        got = graphs.forward(step).clone()
+        assert torch.equal(got[:count], want)
+        assert torch.equal(backend.read_states(part, slots[count:]), want)
+        step.close()
+    assert set(graphs._recordings) == {4}
 
 
 def test_steps_that_are_no_decode_steps_are_not_padded() -> None:
