@@ -5,12 +5,14 @@
 
 All caches of a run are filled with the same random keys and values; then they take turns, one step each, over the same
 model in bf16. A run measures one point and puts it into the kept results; `--table` prints what they say. `hqq` and
-`quanto` are measured where their packages are installed.
+`quanto` are measured where their packages are installed. `--add` puts caches that take long into a point kept before,
+measured beside the model alone; `--one-layer` fills one layer and copies it to the others, where filling takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import statistics
@@ -27,8 +29,8 @@ ALONE = "model alone"  # a cache of one token: what no cache can take away
 GOES_ON = 64
 
 
-def fill_theirs(name: str, config: Any, contents: Any) -> Any:
-    """Return a cache of transformers that holds `contents [L, 2, B, H, T, D]`."""
+def fill_theirs(name: str, config: Any, contents: Any, one_layer: bool = False) -> Any:
+    """Return a cache of transformers that holds `contents [L, 2, B, H, T, D]`, or the first layer's in every layer."""
     from transformers.cache_utils import DynamicCache, QuantizedCache, StaticCache
 
     kind, _, backend = name.partition(" ")
@@ -44,8 +46,10 @@ def fill_theirs(name: str, config: Any, contents: Any) -> Any:
         cache = QuantizedCache("hqq", config, nbits=4, axis_key=1, axis_value=1)
     else:
         cache = QuantizedCache(backend, config, nbits=4)
-    for layer, (k, v) in enumerate(contents):
+    for layer, (k, v) in enumerate(contents[:1] if one_layer else contents):
         cache.update(k.clone(), v.clone(), layer)
+    for layer in cache.layers[1:] if one_layer else ():
+        vars(layer).update({key: copy.deepcopy(x) for key, x in vars(cache.layers[0]).items() if key != "quantizer"})
     return cache
 
 
@@ -98,7 +102,9 @@ def held_bytes(cache: Any, name: str) -> int:
     return sum(seen.values())
 
 
-def measure(context: int, batch: int, threads: int, steps: int, names: list[str]) -> dict[str, Any]:
+def measure(
+    context: int, batch: int, threads: int, steps: int, names: list[str], one_layer: bool = False
+) -> dict[str, Any]:
     """Measure one point."""
     import torch
 
@@ -117,7 +123,9 @@ def measure(context: int, batch: int, threads: int, steps: int, names: list[str]
             try:
                 ours = name in KVPOOL
                 caches[name] = (
-                    fill_ours(name, model, contents, threads) if ours else fill_theirs(name, config, contents)
+                    fill_ours(name, model, contents, threads)
+                    if ours
+                    else fill_theirs(name, config, contents, one_layer and name != ALONE)
                 )
             except ImportError as error:
                 missing[name] = str(error)
@@ -144,14 +152,19 @@ def measure(context: int, batch: int, threads: int, steps: int, names: list[str]
     }
 
 
-def keep(point: dict[str, Any]) -> None:
-    """Put a point into the kept results, in the place of an older one."""
+def keep(point: dict[str, Any], add: bool = False) -> None:
+    """Put a point into the kept results, in the place of an older one; or only its caches, beside those there."""
     import torch
     import transformers
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"points": []}
     key = ("context", "batch", "threads")
     others = [p for p in results["points"] if any(p[k] != point[k] for k in key)]
+    if add:
+        (kept,) = [p for p in results["points"] if p not in others]
+        alone = point["caches"].pop(ALONE)["ms"]
+        added = {name: {**row, "model_alone_ms": alone} for name, row in point["caches"].items()}
+        point = {**kept, "caches": {**kept["caches"], **added}}
     results["machine"] = platform.processor() or platform.machine()
     results["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     results["points"] = sorted([*others, point], key=lambda p: [p[k] for k in key])
@@ -171,6 +184,8 @@ def table(results: dict[str, Any]) -> str:
         for point in points:
             found = point["caches"].get(name)
             size = "" if name == ALONE or not found else f" ({found['bytes'] / 1e6:.0f} MB)"
+            if found and "model_alone_ms" in found:
+                size = f" ({found['bytes'] / 1e6:.0f} MB; model alone {found['model_alone_ms']:.0f} ms)"
             cells.append(f"{found['ms']:,.0f} ms{size}" if found else "-")
         if set(cells) != {"-"}:
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -184,14 +199,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--caches", nargs="+", choices=[ALONE, *THEIRS, *KVPOOL], default=[ALONE, *THEIRS, *KVPOOL])
+    parser.add_argument("--add", action="store_true", help="add the caches to the point that is kept")
+    parser.add_argument("--one-layer", action="store_true", help="fill one layer, copy it to the others")
     parser.add_argument("--table", action="store_true", help="print what was kept, and measure nothing")
     args = parser.parse_args()
     if args.table:
         print(table(json.loads(RESULTS.read_text())), end="")
         return
-    point = measure(args.context, args.batch, args.threads, args.steps, args.caches)
+    names = [ALONE, *(name for name in args.caches if name != ALONE)] if args.add else args.caches
+    point = measure(args.context, args.batch, args.threads, args.steps, names, args.one_layer)
     print(json.dumps(point, indent=2))
-    keep(point)
+    keep(point, args.add)
 
 
 if __name__ == "__main__":
