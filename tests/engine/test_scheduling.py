@@ -148,6 +148,23 @@ def test_a_deadline_passes_for_one_that_was_never_admitted(tiny_model, tokenizer
     assert finish(engine) == {running: "length"}
 
 
+def test_a_request_waits_until_it_is_admitted_and_not_until_it_is_computed(tiny_model, tokenizer):
+    engine = make_engine(tiny_model, tokenizer, num_tokens=256)
+    now, forward = [0.0], engine._packed.forward
+    engine._clock = lambda: now[0]
+
+    def slow(step):
+        now[0] += 5.0
+        return forward(step)
+
+    engine._packed.forward = slow
+    request = engine.add([5, 6, 7], Params(max_new_tokens=1, stop_ids=NO_STOP))
+    now[0] = 2.0
+    finish(engine)
+    answer = engine.answer(request)
+    assert (answer.waited_s, answer.time_to_first_token_s) == (2.0, 7.0)
+
+
 def test_wrong_use_is_told_apart(tiny_model, tokenizer):
     engine = make_engine(tiny_model, tokenizer, num_tokens=256)
     with pytest.raises(KVError, match="one string"):

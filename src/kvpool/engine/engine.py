@@ -194,7 +194,7 @@ class Engine:
         by_sequence = {r.sequence.id: r for r, _ in items if r.sequence is not None}
         pad_to = self._graphs.pad_to([tokens for _, tokens in items]) if self._graphs else None
         pairs = [(r.sequence, tokens) for r, tokens in items if r.sequence is not None]
-        step = self.cache.step(pairs, pad_to=pad_to, start=False)
+        step, opened_s = self.cache.step(pairs, pad_to=pad_to, start=False), self._clock()
         try:
             sampled = tuple(by_sequence[sequence] for sequence in step.decision.sampled)
             before = self._flights[-1] if self._flights else None
@@ -210,7 +210,7 @@ class Engine:
             request.rows += n
         for request in sampled:
             request.samples += 1
-        self._flights.append(Flight(step, requests, sampled, landing))
+        self._flights.append(Flight(step, requests, sampled, landing, opened_s))
 
     def _pass(self, step: Step, samplers: list[Sampler]) -> Landed:
         """Compute a step and choose its tokens; on the lane."""
@@ -233,7 +233,7 @@ class Engine:
         self.cache.resolve(flight.step, ids)
         flight.step.close()
         self._flights.popleft()
-        now, computed, taken = self._clock(), 0, 0
+        computed = taken = 0
         for request, rows in flight.requests:
             request.rows -= rows
             if request.finish_reason:
@@ -241,7 +241,7 @@ class Engine:
             computed += rows
             request.computed_tokens += rows
             if not request.admitted and request.sequence is not None:
-                request.admit(now, request.sequence.num_computed_tokens - rows)
+                request.admit(flight.opened_s, request.sequence.num_computed_tokens - rows)
         for request, token in zip(flight.sampled, ids, strict=True):
             request.samples -= 1
             if not request.finish_reason:

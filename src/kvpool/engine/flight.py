@@ -39,12 +39,14 @@ class Flight:
         requests: With their rows, in the order of the step's table rows.
         sampled: Those a token is sampled for, in the order of its samples.
         landing: Its pass.
+        opened_s: When it was opened, on the engine's clock.
     """
 
     step: Step
     requests: tuple[tuple[Request, int], ...]
     sampled: tuple[Request, ...]
     landing: Future[Landed]
+    opened_s: float
 
 
 class Lane:
