@@ -334,14 +334,12 @@ void bind_kernels(nb::module_& m) {
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def(
           "path",
-          [](const PyAttention& self, const PyWorkers& workers, int q_dtype, bool sparse) {
+          [](const PyAttention& self, const PyWorkers& workers, int q_dtype, int rows) {
             AttendArgs args = self.args;
             args.q.dtype = dtype(q_dtype);
-            const int64_t none = -1;
-            if (sparse) args.indices = &none;
-            return attend_kernel(workers.isa, args).name;
+            return attend_kernel(workers.isa, args, rows * (args.num_q_heads / args.k[0]->num_heads)).name;
           },
-          nb::arg("workers"), nb::arg("q_dtype"), nb::arg("sparse") = false)
+          nb::arg("workers"), nb::arg("q_dtype"), nb::arg("rows") = 1)
       .def("__call__", &call_attention, nb::arg("workers"), nb::arg("step"), nb::arg("q"), nb::arg("q_dtype"),
            nb::arg("q_stride_t"), nb::arg("q_stride_h"), nb::arg("out"), nb::arg("out_dtype"), nb::arg("out_stride_t"),
            nb::arg("out_stride_h"), nb::arg("scale"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("lse"),

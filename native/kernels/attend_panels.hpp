@@ -390,10 +390,6 @@ inline bool fits_panels(const AttendArgs& a) {
   return true;
 }
 
-inline int rows_of_item(const AttendArgs& a, int item) {
-  return (a.step->items[item].row_end - a.step->items[item].row_begin) * (a.num_q_heads / a.k[0]->num_heads);
-}
-
 template <class Product>
 inline void attend_panels(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
   Panels b;

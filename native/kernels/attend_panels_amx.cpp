@@ -82,9 +82,7 @@ struct TileProducts {
 
 }  // namespace
 
-// Few rows of formats it takes are the decode kernel's.
 void attend_panels_amx(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
-  if (rows_of_item(a, item) <= kDotRows && fits_bf16_avx512(a)) return attend_bf16_avx512(a, item, head_block, scratch);
   const Tiles tiles;
   attend_panels<TileProducts>(a, item, head_block, scratch);
 }

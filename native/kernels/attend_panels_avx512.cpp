@@ -178,11 +178,9 @@ struct Dots {
 
 }  // namespace
 
-bool fits_panels_avx512(const AttendArgs& a) { return fits_panels(a); }
+bool fits_panels_avx512(const AttendArgs& a, int) { return fits_panels(a); }
 
-// Few rows of formats it takes are the decode kernel's.
 void attend_panels_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
-  if (rows_of_item(a, item) <= kDotRows && fits_bf16_avx512(a)) return attend_bf16_avx512(a, item, head_block, scratch);
   attend_panels<Dots>(a, item, head_block, scratch);
 }
 

@@ -1,4 +1,4 @@
-// How many KV heads one work item handles: known to the caller, who counts items, and to the kernels.
+// How many KV heads and query rows one work item handles: known to the caller, who counts items, and to the kernels.
 #pragma once
 
 #include "kernels/types.hpp"
@@ -16,6 +16,12 @@ KVPOOL_INLINE int heads_per_item(const AttendArgs& a) {
 KVPOOL_INLINE int num_head_blocks(const AttendArgs& a) {
   const int each = heads_per_item(a);
   return (a.k[0]->num_heads + each - 1) / each;
+}
+
+// Query rows that an item has for each KV head.
+KVPOOL_INLINE int rows_of_item(const AttendArgs& a, int item) {
+  const WorkItem& i = a.step->items[item];
+  return (i.row_end - i.row_begin) * (a.num_q_heads / a.k[0]->num_heads);
 }
 
 }  // namespace kvpool

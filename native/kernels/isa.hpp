@@ -13,16 +13,16 @@ extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
 #endif
 
-// An attention kernel, and which calls it may take.
+// An attention kernel, and which work it may take: items of `rows` query rows a KV head.
 struct AttendKernel {
   const char* name;
   Isa isa;  // the least it needs
-  bool (*fits)(const AttendArgs&);
+  bool (*fits)(const AttendArgs&, int rows);
   void (*attend)(const AttendArgs&, int item, int head_block, Scratch&);
 };
 
-// The kernel that serves a call.
-const AttendKernel& attend_kernel(Isa isa, const AttendArgs& args);
+// The kernel that serves items of `rows` query rows a KV head.
+const AttendKernel& attend_kernel(Isa isa, const AttendArgs& args, int rows);
 
 // The kernels of an instruction set; those it has no own version of are the next lower set's.
 const Kernels& kernels_of(Isa isa);

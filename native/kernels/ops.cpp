@@ -12,7 +12,6 @@ namespace kvpool {
 void attend(Workers& workers, Isa isa, AttendArgs args) {
   std::lock_guard lock(workers.call_mutex());
   const Kernels& kernels = kernels_of(isa);
-  const AttendKernel& kernel = attend_kernel(isa, args);
   const StepView& step = *args.step;
   const int first_free = step.num_sequences > 0 ? step.cu_seqlens[step.num_sequences] : 0;
   for (int t = first_free; t < step.num_tokens; ++t)
@@ -25,7 +24,8 @@ void attend(Workers& workers, Isa isa, AttendArgs args) {
                                                             static_cast<size_t>(args.num_q_heads * (args.v_dim + 2))));
   const int blocks = num_head_blocks(args);
   workers.each(int64_t{step.num_items} * blocks, [&](int64_t i, Scratch& scratch) {
-    kernel.attend(args, static_cast<int>(i / blocks), static_cast<int>(i % blocks), scratch);
+    const int item = static_cast<int>(i / blocks);
+    attend_kernel(isa, args, rows_of_item(args, item)).attend(args, item, static_cast<int>(i % blocks), scratch);
   });
   workers.each(step.num_merges,
                [&](int64_t i, Scratch& scratch) { kernels.merge(args, static_cast<int>(i), scratch); });
@@ -33,29 +33,32 @@ void attend(Workers& workers, Isa isa, AttendArgs args) {
 
 namespace {
 
-constexpr int64_t kWriteTokens = 16;  // tokens of one piece of work
+constexpr int64_t kPieceTokens = 16;       // tokens of one piece of work
+constexpr int64_t kMostWriteTokens = 256;  // of a write: long pieces suit the prefetchers
 constexpr int64_t kBulkBytes = 1 << 20;
 
 }  // namespace
 
 void write(Workers& workers, Isa isa, const WriteArgs* parts, int num_parts) {
   const Kernels& kernels = kernels_of(isa);
-  const int64_t tokens = parts[0].num_tokens, chunks = (tokens + kWriteTokens - 1) / kWriteTokens;
+  const int64_t tokens = parts[0].num_tokens;
+  const int64_t piece = std::clamp(tokens / (8 * workers.num_threads()), kPieceTokens, kMostWriteTokens);
+  const int64_t chunks = (tokens + piece - 1) / piece;
   WriteArgs copies[2];
   for (int i = 0; i < num_parts; ++i) {
     copies[i] = parts[i];
     copies[i].bulk = tokens * parts[i].store->num_heads * parts[i].store->dim >= kBulkBytes;
   }
   workers.each(chunks * num_parts, [&](int64_t i, Scratch& scratch) {
-    const int64_t begin = i / num_parts * kWriteTokens;
-    kernels.write(copies[i % num_parts], begin, std::min(begin + kWriteTokens, tokens), scratch);
+    const int64_t begin = i / num_parts * piece;
+    kernels.write(copies[i % num_parts], begin, std::min(begin + piece, tokens), scratch);
   });
 }
 
 void read(Workers& workers, Isa isa, const ReadArgs& args) {
   const Kernels& kernels = kernels_of(isa);
-  workers.each((args.num_tokens + kWriteTokens - 1) / kWriteTokens, [&](int64_t i, Scratch& scratch) {
-    kernels.read(args, i * kWriteTokens, std::min((i + 1) * kWriteTokens, args.num_tokens), scratch);
+  workers.each((args.num_tokens + kPieceTokens - 1) / kPieceTokens, [&](int64_t i, Scratch& scratch) {
+    kernels.read(args, i * kPieceTokens, std::min((i + 1) * kPieceTokens, args.num_tokens), scratch);
   });
 }
 
@@ -89,9 +92,9 @@ void convert(Workers& workers, Isa isa, const Store& src, const int64_t* src_slo
              const int64_t* dst_slots, int64_t count) {
   const Kernels& kernels = kernels_of(isa);
   const int64_t row = int64_t{src.num_heads} * src.dim * 4;
-  workers.each((count + kWriteTokens - 1) / kWriteTokens, [&](int64_t i, Scratch& scratch) {
-    const int64_t begin = i * kWriteTokens, tokens = std::min(kWriteTokens, count - begin);
-    int64_t slots[kWriteTokens];
+  workers.each((count + kPieceTokens - 1) / kPieceTokens, [&](int64_t i, Scratch& scratch) {
+    const int64_t begin = i * kPieceTokens, tokens = std::min(kPieceTokens, count - begin);
+    int64_t slots[kPieceTokens];
     for (int64_t t = 0; t < tokens; ++t) slots[t] = src_slots[begin + t] < 0 ? -1 : dst_slots[begin + t];
     std::vector<uint8_t> rows(static_cast<size_t>(tokens * row));
     const Rows between{rows.data(), DType::fp32, row, int64_t{src.dim} * 4};

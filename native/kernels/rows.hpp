@@ -49,7 +49,34 @@ inline void copy_rows(const WriteArgs& a, int64_t begin, int64_t end) {
 
 #if defined(__AVX512BF16__)
 template <CodecId codec>
-concept EncodesBf16 = requires(const Store& s, const uint16_t* x, Place at) { Codec<codec>::encode_bf16(s, x, at); };
+concept EncodesBf16 = requires(const Store& s, const Bf16Batch& b) { Codec<codec>::encode_bf16(s, b); };
+
+// Tokens [begin, end) of a write of bf16 rows, all heads, some rows at a time.
+template <CodecId codec>
+void write_batches(const WriteArgs& a, int64_t begin, int64_t end) {
+  const Store& s = *a.store;
+  const int64_t mask = s.tokens_per_block - 1;
+  const int64_t places = reinterpret_cast<int64_t>(s.data.base) | s.data.stride_b | s.data.stride_h | s.data.stride_n;
+  Bf16Batch batch;
+  batch.past = a.bulk && places % 64 == 0;
+  const auto flush = [&] {
+    for (int r = batch.rows; r % 4 != 0; ++r) batch.x[r] = batch.x[0];
+    if (batch.rows > 0) Codec<codec>::encode_bf16(s, batch);
+    batch.rows = 0;
+  };
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t slot = a.slots[t];
+    if (slot < 0) continue;
+    Place at = place(s, slot >> s.block_shift, 0, static_cast<int>(slot & mask));
+    for (int h = 0; h < s.num_heads; ++h, at = next_head(s, at)) {
+      batch.x[batch.rows] = reinterpret_cast<const uint16_t*>(a.src.at(t, h));
+      batch.at[batch.rows] = at;
+      if (++batch.rows == Bf16Batch::kRows) flush();
+    }
+  }
+  flush();
+  if (batch.past) _mm_sfence();
+}
 #endif
 
 // Tokens [begin, end) of a write, all heads.
@@ -59,14 +86,8 @@ void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
   if (codec == plain_codec(a.src.dtype) && !s.has_maps()) return copy_rows(a, begin, end);
 #if defined(__AVX512BF16__)
   if constexpr (EncodesBf16<codec>) {
-    if (a.src.dtype == DType::bf16 && !s.has_maps() && Codec<codec>::fits_bf16(s)) {
-      const int64_t last = s.tokens_per_block - 1;
-      for (int64_t t = begin; t < end; ++t)
-        for (int h = 0; a.slots[t] >= 0 && h < s.num_heads; ++h)
-          Codec<codec>::encode_bf16(s, reinterpret_cast<const uint16_t*>(a.src.at(t, h)),
-                                    place(s, a.slots[t] >> s.block_shift, h, static_cast<int>(a.slots[t] & last)));
-      return;
-    }
+    if (a.src.dtype == DType::bf16 && !s.has_maps() && Codec<codec>::fits_bf16(s))
+      return write_batches<codec>(a, begin, end);
   }
 #endif
   alignas(64) float x[kMaxDim];

@@ -1,4 +1,4 @@
-// Kernels that beat the shared ones for some calls, each with the question whether it may take a call. A row of the
+// Kernels that beat the shared ones for some work, each with the question whether it may take an item. A row of the
 // table in table.cpp; nothing else knows them.
 #pragma once
 
@@ -8,9 +8,9 @@
 namespace kvpool {
 
 #if defined(__x86_64__)
-bool fits_bf16_avx512(const AttendArgs& a);
-void attend_bf16_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
-bool fits_panels_avx512(const AttendArgs& a);
+bool fits_few_rows_avx512(const AttendArgs& a, int rows);
+void attend_few_rows_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
+bool fits_panels_avx512(const AttendArgs& a, int rows);
 void attend_panels_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);
 void attend_panels_amx(const AttendArgs& a, int item, int head_block, Scratch& scratch);
 #endif

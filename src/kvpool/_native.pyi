@@ -81,8 +81,8 @@ class StepView:
 
 class Attention:
     def __init__(self, k: list[Store], v: Store, v_dim: int, num_q_heads: int) -> None: ...
-    def path(self, workers: Workers, q_dtype: int, sparse: bool = False) -> str:
-        """Return the name of the kernel that serves such a call."""
+    def path(self, workers: Workers, q_dtype: int, rows: int = 1) -> str:
+        """Return the name of the kernel that serves work items of so many rows of a sequence."""
 
     def __call__(
         self,

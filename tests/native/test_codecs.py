@@ -110,11 +110,14 @@ def test_every_bf16_value_is_rounded_as_the_reference_rounds(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("codec", ["fp8", "int8", "nvfp4", "nvfp4-token", "bf16"])
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_bf16_rows_are_stored_as_the_reference_stores_them(isa: str, codec: str, layout: str) -> None:
-    store = CodedStore(codec, 300, 2, 16, (192,), layout, 0.013)
-    x = torch.cat([hard_vectors(2, 192, seed) for seed in range(100)]).bfloat16()
+@pytest.mark.parametrize("codec", [
+    "fp8", "int8", "nvfp4", "nvfp4-token", "bf16", "fp8-tensor", "fp8e5m2-tensor", "int8-tensor",
+])  # fmt: skip
+@pytest.mark.parametrize(("layout", "dim"), [("HND", 192), ("NHD", 256), ("HND", 64)])
+def test_bf16_rows_are_stored_as_the_reference_stores_them(isa: str, codec: str, layout: str, dim: int) -> None:
+    heads = 2 if dim > 64 else 5  # the larger ones are many enough to go past the cache
+    store = CodedStore(codec, 300, heads, 16, (dim,), layout, 0.013)
+    x = torch.cat([hard_vectors(heads, dim, seed) for seed in range(100)]).bfloat16()
     slots = torch.randperm(4800)[:4000]
     write(workers(isa), store, slots, x)
     counts = Counts()
@@ -122,6 +125,26 @@ def test_bf16_rows_are_stored_as_the_reference_stores_them(isa: str, codec: str,
     for name, plane in store.at(slots).items():
         assert same_bytes(plane, want[name]), name
     assert store.native.counters() == (counts.saturated, counts.flushed, counts.nonfinite)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("codec", ["fp8", "int8", "nvfp4-token"])
+@pytest.mark.parametrize("exponent", [2, 31, 33, 127, 254])
+def test_every_mantissa_is_rounded_right_below_every_largest_element(isa: str, codec: str, exponent: int) -> None:
+    # A row for each mantissa of its largest element and each octave below: all mantissas of that octave.
+    tops = torch.arange(128) + exponent * 128
+    octaves = torch.arange(min(exponent, 17) + 1)
+    below = (exponent - octaves)[:, None] * 128 + torch.arange(128)
+    rows = torch.minimum(below[None], tops[:, None, None])
+    sign = torch.where(torch.arange(192) % 3 == 0, -32768, 0)
+    bits = torch.cat([rows, tops[:, None, None].expand(-1, len(octaves), 64)], -1) + sign
+    x = bits.view(-1, 1, 192).to(torch.int16).view(torch.bfloat16)
+    store = CodedStore(codec, -(-len(x) // 16), 1, 16, (192,), "HND")
+    slots = torch.arange(len(x))
+    write(workers(isa), store, slots, x)
+    want = store.encode(x)
+    for name, plane in store.at(slots).items():
+        assert same_bytes(plane, want[name]), name
 
 
 @pytest.mark.parametrize("isa", ISAS)

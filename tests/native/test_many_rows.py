@@ -126,3 +126,14 @@ def test_sparse_indices_and_tree_masks_agree(isa: str) -> None:
         assert row < rows
         want, _ = exact(q[r : r + 1], held, held[..., :64], visible, scale=0.1)
         torch.testing.assert_close(tree_out[r : r + 1].double(), want, atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.skipif("avx512" not in ISAS, reason="this CPU has no AVX-512")
+@pytest.mark.parametrize(("codec", "rows", "dtype", "name"), [
+    ("fp8", 1, 2, "avx512-few-rows"), ("bf16", 2, 2, "avx512-few-rows"), ("fp8", 3, 2, "avx512-panels"),
+    ("nvfp4", 32, 2, "avx512-panels"), ("fp8", 1, 0, "avx512"), ("fp32", 1, 2, "avx512"),
+])  # fmt: skip
+def test_a_path_names_the_kernel_that_serves(codec: str, rows: int, dtype: int, name: str) -> None:
+    store = CodedStore(codec, 4, 2, 16, (64,), "HND", 0.1)
+    attention = _native.Attention([store.native], store.native, 64, 8)  # four query heads a KV head
+    assert attention.path(workers("avx512"), dtype, rows) == name

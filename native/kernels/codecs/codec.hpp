@@ -18,6 +18,12 @@ inline Place place(const Store& s, int64_t b, int h, int n) {
           s.block_scale.base ? s.block_scale.at(b, h, n) : nullptr};
 }
 
+// The place of the same token's vector of the next head.
+inline Place next_head(const Store& s, Place p) {
+  return {p.data + s.data.stride_h, reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(p.scale) + s.scale.stride_h),
+          p.block_scale + s.block_scale.stride_h};
+}
+
 // Specialised by one header a format: static `encode(const Store&, const float* x, Place)` and
 // `decode(const Store&, Place, float* out)` over store.dim elements.
 template <CodecId>

@@ -5,6 +5,10 @@
 #include "kernels/codecs/codec.hpp"
 #include "kernels/codecs/elements.hpp"
 
+#if defined(__AVX512BF16__)
+#include "kernels/codecs/encode_avx512.hpp"
+#endif
+
 namespace kvpool {
 namespace {
 
@@ -27,6 +31,21 @@ struct Constant {
     count(s.counters->flushed, flushed);
     if (!has_nan) count(s.counters->nonfinite, nonfinite);
   }
+
+#if defined(__AVX512BF16__)
+  // The same from bf16 elements; `fits_bf16` says for which stores.
+  static bool fits_bf16(const Store& s) { return s.dim % 64 == 0; }
+
+  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
+    Lost lost;
+    for (int r = 0; r < batch.rows; ++r)
+      encode_constant_row<Element>(batch.x[r], s.dim, 1.0f / s.constant_scale, has_nan ? kNanCode : 0, batch.at[r].data,
+                                   batch.past, lost);
+    count(s.counters->saturated, lost.saturated);
+    count(s.counters->flushed, lost.flushed);
+    if (!has_nan) count(s.counters->nonfinite, lost.nonfinite);
+  }
+#endif
 
   static void decode(const Store& s, Place at, float* out) {
     for (int i = 0; i < s.dim; ++i) out[i] = Element::decode(at.data[i]) * s.constant_scale;

@@ -14,8 +14,8 @@ constexpr uint32_t kInfBits = 0x7f800000;
 constexpr float kSmallestScale = 0x1p-126f;
 constexpr uint8_t kNanCode = 0x7f;
 
-inline uint32_t magnitude(float x) { return bits(x) & 0x7fffffff; }
-inline uint32_t umin(uint32_t a, uint32_t b) { return a < b ? a : b; }
+constexpr uint32_t magnitude(float x) { return bits(x) & 0x7fffffff; }
+constexpr uint32_t umin(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 // A float of `mantissa` bits and the given bias from its code without sign, at compile time.
 constexpr float float_value(int code, int mantissa, int bias) {
@@ -30,12 +30,15 @@ struct E4m3 {
   static constexpr float value(int code) { return code == 0x7f ? __builtin_nanf("") : float_value(code, 3, 7); }
 
   static constexpr float largest = 448.0f;
+  static constexpr int kShift = 20;                             // bits of an fp32 below the code's
+  static constexpr uint32_t kExponent = 120u << 23;             // by which its exponent is less
+  static constexpr float kNormal = 0x1p-6f, kMagic = 16384.0f;  // the least normal; what rounds the others
 
-  static uint8_t encode(float y) {
-    const uint32_t m = magnitude(y), a = umin(m, 0x43e00000);  // 448
-    const uint32_t normal = (a + 0x7ffff + (a >> 20 & 1) - (120u << 23)) >> 20;
-    const uint32_t subnormal = bits(from_bits(a) + 16384.0f) - 0x46800000;
-    const uint32_t code = (a < 0x3c800000 ? subnormal : normal) | (bits(y) >> 24 & 0x80);
+  static constexpr uint8_t encode(float y) {
+    const uint32_t m = magnitude(y), a = umin(m, bits(largest));
+    const uint32_t normal = (a + 0x7ffff + (a >> kShift & 1) - kExponent) >> kShift;
+    const uint32_t subnormal = bits(from_bits(a) + kMagic) - bits(kMagic);
+    const uint32_t code = (a < bits(kNormal) ? subnormal : normal) | (bits(y) >> 24 & 0x80);
     return static_cast<uint8_t>(m > kInfBits ? kNanCode : code);
   }
 
@@ -54,12 +57,15 @@ struct E5m2 {
     return code > 0x7c ? __builtin_nanf("") : code == 0x7c ? __builtin_huge_valf() : float_value(code, 2, 15);
   }
   static constexpr float largest = 57344.0f;
+  static constexpr int kShift = 21;
+  static constexpr uint32_t kExponent = 112u << 23;
+  static constexpr float kNormal = 0x1p-14f, kMagic = 128.0f;
 
-  static uint8_t encode(float y) {
-    const uint32_t m = magnitude(y), a = umin(m, 0x47600000);  // 57344
-    const uint32_t normal = (a + 0xfffff + (a >> 21 & 1) - (112u << 23)) >> 21;
-    const uint32_t subnormal = bits(from_bits(a) + 128.0f) - 0x43000000;
-    const uint32_t code = (a < 0x38800000 ? subnormal : normal) | (bits(y) >> 24 & 0x80);
+  static constexpr uint8_t encode(float y) {
+    const uint32_t m = magnitude(y), a = umin(m, bits(largest));
+    const uint32_t normal = (a + 0xfffff + (a >> kShift & 1) - kExponent) >> kShift;
+    const uint32_t subnormal = bits(from_bits(a) + kMagic) - bits(kMagic);
+    const uint32_t code = (a < bits(kNormal) ? subnormal : normal) | (bits(y) >> 24 & 0x80);
     return static_cast<uint8_t>(m > kInfBits ? kNanCode : code);
   }
 
@@ -77,7 +83,7 @@ struct Int8 {
   static constexpr float value(int code) { return static_cast<float>(code); }
   static constexpr float largest = 127.0f;
 
-  static uint8_t encode(float y) {
+  static constexpr uint8_t encode(float y) {
     const uint32_t m = magnitude(y);
     const float a = from_bits(umin(m > kInfBits ? 0 : m, 0x42fe0000) | (bits(y) & 0x80000000));
     return static_cast<uint8_t>(bits(a + 12582912.0f) - 0x4b400000);  // 1.5 * 2^23
@@ -118,7 +124,7 @@ inline uint32_t amax_bits(const float* x, int n) {
 constexpr uint32_t kLargestAmax = 0x7f7f0000;
 
 // max(amax / largest, 2^-126); 0 for 0, NaN when an element is not finite.
-inline float scale_of(uint32_t amax, float largest) {
+constexpr float scale_of(uint32_t amax, float largest) {
   if (amax >= kInfBits) return from_bits(0x7fc00000);
   if (amax == 0) return 0;
   const float s = from_bits(umin(amax, kLargestAmax)) / largest;

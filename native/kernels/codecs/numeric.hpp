@@ -2,22 +2,15 @@
 // instruction set with the same bits. Round to nearest even, no flush to zero.
 #pragma once
 
+#include <bit>
+
 #include "kernels/simd.hpp"
 
 namespace kvpool {
 namespace {
 
-inline uint32_t bits(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return u;
-}
-
-inline float from_bits(uint32_t u) {
-  float x;
-  std::memcpy(&x, &u, 4);
-  return x;
-}
+constexpr uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
+constexpr float from_bits(uint32_t u) { return std::bit_cast<float>(u); }
 
 inline float bf16_to_f32(uint16_t x) { return from_bits(uint32_t{x} << 16); }
 

@@ -6,7 +6,7 @@
 #include "kernels/codecs/elements.hpp"
 
 #if defined(__AVX512BF16__)
-#include "kernels/codecs/encode_avx512.hpp"
+#include "kernels/codecs/encode_nvfp4_avx512.hpp"
 #endif
 
 namespace kvpool {
@@ -46,13 +46,15 @@ inline void decode_nvfp4(const Store& s, Place at, float g, float* out) {
 }
 
 #if defined(__AVX512BF16__)
-// A row of bf16 elements, `s.dim` a multiple of 64, with the scale of a vector `g`. False when a block needs the
-// scalar code: its scale is beyond `limit`, is flushed or is not finite, all of which are rare.
-inline bool encode_nvfp4_row_bf16(const Store& s, const uint16_t* x, float g, float limit, Place at) {
-  alignas(64) float inverses[kMaxDim / kNvfp4Block];
-  if (!begin_nvfp4_row_bf16(s, x, g, limit, at.block_scale, inverses)) return false;
-  end_nvfp4_row_bf16(s.dim / kNvfp4Block, x, inverses, at.data);
-  return true;
+// Rows the vector code refused, from bf16.
+template <class Encode>
+inline void encode_refused(const Store& s, const Bf16Batch& batch, uint32_t rows, Encode&& encode) {
+  alignas(64) float x[kMaxDim];
+  for (; rows != 0; rows &= rows - 1) {
+    const int r = __builtin_ctz(rows);
+    load_row(reinterpret_cast<const uint8_t*>(batch.x[r]), DType::bf16, s.dim, x);
+    encode(s, x, batch.at[r]);
+  }
 }
 #endif
 
@@ -73,11 +75,10 @@ struct Codec<CodecId::nvfp4> {
 #if defined(__AVX512BF16__)
   static bool fits_bf16(const Store& s) { return s.dim % 64 == 0; }
 
-  static void encode_bf16(const Store& s, const uint16_t* x, Place at) {
-    if (encode_nvfp4_row_bf16(s, x, s.constant_scale, E4m3::largest, at)) return;
-    alignas(64) float y[kMaxDim];
-    load_row(reinterpret_cast<const uint8_t*>(x), DType::bf16, s.dim, y);
-    encode(s, y, at);
+  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
+    alignas(64) float g[Bf16Batch::kRows];
+    _mm512_store_ps(g, _mm512_set1_ps(s.constant_scale));
+    encode_refused(s, batch, encode_nvfp4_batch(batch, s.dim, g, E4m3::largest), encode);
   }
 #endif
 
@@ -102,15 +103,14 @@ struct Codec<CodecId::nvfp4_token> {
 #if defined(__AVX512BF16__)
   static bool fits_bf16(const Store& s) { return s.dim % 64 == 0; }
 
-  static void encode_bf16(const Store& s, const uint16_t* x, Place at) {
-    const uint32_t amax = amax_bits_bf16(x, s.dim);
-    const float ratio = from_bits(umin(amax, kLargestAmax)) / 2688.0f;
-    *at.scale = ratio < kSmallestScale ? kSmallestScale : ratio;
+  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
+    alignas(64) float g[Bf16Batch::kRows];
+    const __m512i amax = _mm512_min_epu32(amax_of_batch(batch, s.dim), _mm512_set1_epi32(kLargestAmax));
+    const __m512 ratio = _mm512_div_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(2688.0f));
+    _mm512_store_ps(g, _mm512_max_ps(ratio, _mm512_set1_ps(kSmallestScale)));
+    for (int r = 0; r < batch.rows; ++r) *batch.at[r].scale = g[r];
     // The largest block's scale may be an ulp above 448, and rounds to it.
-    if (amax < kInfBits && encode_nvfp4_row_bf16(s, x, *at.scale, 460.0f, at)) return;
-    alignas(64) float y[kMaxDim];
-    load_row(reinterpret_cast<const uint8_t*>(x), DType::bf16, s.dim, y);
-    encode(s, y, at);
+    encode_refused(s, batch, encode_nvfp4_batch(batch, s.dim, g, 460.0f), encode);
   }
 #endif
 

@@ -30,16 +30,25 @@ struct Scaled {
   }
 
 #if defined(__AVX512BF16__)
-  // The same from bf16 elements; `fits` says for which stores.
+  // The same from bf16 elements; `fits_bf16` says for which stores.
   static bool fits_bf16(const Store& s) { return s.num_segments == 1 && s.dim % 64 == 0; }
 
-  static void encode_bf16(const Store& s, const uint16_t* x, Place at) {
-    const float scale = scale_of(amax_bits_bf16(x, s.dim), Element::largest);
-    *at.scale = scale;
-    if (!(scale > 0)) {
-      std::memset(at.data, 0, static_cast<size_t>(s.dim));
-    } else {
-      encode_row_bf16<Element>(x, s.dim, 1.0f / scale, at.data);
+  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
+    alignas(64) uint32_t amax[Bf16Batch::kRows];
+    alignas(64) float scale[Bf16Batch::kRows], inverse[Bf16Batch::kRows];
+    const __m512i top = amax_of_batch(batch, s.dim);
+    const __m512 scales = scales_of(top, Element::largest);
+    _mm512_store_si512(amax, top);
+    _mm512_store_ps(scale, scales);
+    _mm512_store_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1.0f), scales));
+    for (int r = 0; r < batch.rows; ++r) {
+      uint8_t* out = batch.at[r].data;
+      *batch.at[r].scale = scale[r];
+      if (scale[r] > 0) {
+        encode_row<Element>(batch.x[r], s.dim, amax[r], inverse[r], out, batch.past);
+      } else {
+        for (int i = 0; i < s.dim; i += 64) store_line(out + i, _mm512_setzero_si512(), batch.past);
+      }
     }
   }
 #endif

@@ -216,7 +216,7 @@ def _attention_row(shape: Shape, seconds: float, peers: Mapping[str, Peer]) -> d
         "gflop_s": gflop_s,
         "ratio_dot": gflop_s / dot if dot else math.nan,
         "dot_gflop_s": dot,
-        "path": attention.path(arena.workers, BF16),
+        "path": attention.path(arena.workers, BF16, max(end - begin for _, begin, end, *_ in view.native.items())),
         "round_bytes": arena.tables.numel() * arena.block_bytes,
         "vs_peer": {name: times.best(name) / best for name in (*torch_calls, *peers)},
         "best_us": best * 1e6,

@@ -203,12 +203,11 @@ inline void begin_bf16(Work& w, Bf16Work& b) {
 
 }  // namespace
 
-// Calls whose items have at most kFewRows query rows a KV head.
-bool fits_bf16_avx512(const AttendArgs& a) {
-  return a.q.dtype == DType::bf16 && a.num_k == 1 && has_bf16_rows(*a.k[0]) && has_bf16_rows(*a.v);
+bool fits_few_rows_avx512(const AttendArgs& a, int rows) {
+  return rows <= kFewRows && a.q.dtype == DType::bf16 && a.num_k == 1 && has_bf16_rows(*a.k[0]) && has_bf16_rows(*a.v);
 }
 
-void attend_bf16_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
+void attend_few_rows_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch) {
   Bf16Work b;
   each_pass(a, item, head_block, kRowPitch, [&](Work& w) {
     carve_bf16(w, b, scratch);
