@@ -13,6 +13,7 @@ import time
 
 import httpx
 import pytest
+import torch
 from running import GREEDY, NAME, Running
 
 from kvpool.engine import engine as engine_module
@@ -100,7 +101,7 @@ def test_every_language_streams_in_whole_characters(running, tokenizer, monkeypa
     """The model says what the test wants it to; all from the sampler to the client's parser is real."""
     ids = tokenizer(text, add_special_tokens=False).input_ids
     script = iter(ids)
-    monkeypatch.setattr(engine_module, "sample", lambda logits, samplers: [next(script)])
+    monkeypatch.setattr(engine_module, "sample", lambda logits, samplers: torch.tensor([next(script)]))
     pieces = []
     for chunk in running.client().chat.completions.create(
         messages=[{"role": "user", "content": "say it"}], max_tokens=len(ids), stream=True, **GREEDY

@@ -190,7 +190,8 @@ class PagedCache(StepCache):
             computed = sequence.num_computed_tokens
             # What the first step of a sequence finds counts as computed only then: one more could be one too many.
             unmatched = computed == 0 and until < len(sequence)
-            step = self.cache.step([(sequence, 1 if unmatched else until - computed)])
+            singly = unmatched or (computed > 0 and self._single_steps)
+            step = self.cache.step([(sequence, 1 if singly else until - computed)])
             first = int(step.positions[0])
             if self._single_steps and first > 0 and step.total_tokens > 1:
                 step.close(failed=True)
