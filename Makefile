@@ -19,7 +19,7 @@ test: build
 	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu"
 
 check: lint types build
-	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model and not compile"
+	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model and not long"
 
 # The kernels under the address and undefined-behaviour sanitizers.
 sanitize: $(PACKAGES) build/build.ninja

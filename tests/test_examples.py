@@ -27,6 +27,7 @@ def run(example: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", [name for name, arguments in SHORT.items() if arguments is not None])
 def test_an_example_runs(example: str) -> None:
     assert run(example, *(SHORT[example] or []))

@@ -146,6 +146,7 @@ def test_two_conversions_at_once_leave_the_first_one_standing(
     assert os.listdir(tmp_path) == ["copy"]
 
 
+@pytest.mark.long
 def test_the_embedded_file_is_found_without_importing_its_package() -> None:
     code = (
         "import sys; from kvpool.engine.embedded import embedded_gguf as f; p = f(); assert p.is_file(), p;"

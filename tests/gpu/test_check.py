@@ -12,6 +12,8 @@ import pytest
 
 CHECK = Path(__file__).parent / "check"
 
+pytestmark = pytest.mark.long
+
 
 def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     given = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")} | (environment or {})

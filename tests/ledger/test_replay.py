@@ -53,6 +53,7 @@ def test_the_optimum_is_belady_s(seed: int) -> None:
     assert sum(optimum_hits(chains, 10**6)) == sum(infinite_hits(chains))
 
 
+@pytest.mark.long
 def test_no_policy_beats_the_optimum_nor_the_endless_cache() -> None:
     r = random.Random(5)
     requests = []
@@ -99,6 +100,7 @@ def test_hit_rates_and_optimum_are_those_of_an_independent_simulator(trace: str)
         assert found[blocks] == pytest.approx(rate, abs=6e-4)
 
 
+@pytest.mark.long
 def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from kvpool.cli import main
 

@@ -140,6 +140,7 @@ def test_a_long_storm_of_a_fresh_seed_reads_what_was_written(case: Case, seed: i
     Storm(case, chosen).run(5000, OPERATIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "seed", "operations"), [("hybrid-bf16", 2013321650, 230), ("hybrid-cpu", 1118921724, 490)]
 )

@@ -100,6 +100,7 @@ def kill_many_times(path: Path, times: int) -> None:
     assert everything
 
 
+@pytest.mark.long
 def test_a_process_killed_while_it_writes_loses_only_what_it_had_not_published(tmp_path: Path) -> None:
     kill_many_times(tmp_path, 10)
 

@@ -57,18 +57,19 @@ def check(rows: list[dict[str, Any]], *, spill_bytes: int = 0) -> None:
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.long
 def test_what_the_models_use_most_compiles_for_sm_90() -> None:
     check(compiled("--only", "(decode kv|write kv) (bf16|fp8|nvfp4) "))
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_a_kernel_without_enough_registers_is_seen_to_spill() -> None:
     rows = compiled("--only", "decode kv bf16 ", "--max-registers", "64")
     with pytest.raises(AssertionError, match=r"attend_kernel for sm_90 spills \d+ bytes, with 64 registers"):
         check(rows)
 
 
-@pytest.mark.compile
+@pytest.mark.long
 def test_every_codec_kind_and_option_compiles_for_sm_90() -> None:
     check(compiled())
 
