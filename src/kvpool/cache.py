@@ -187,7 +187,8 @@ class KVCache(LayerAccess):
                     lambda: self.ledger.begin_step(ready, buffers.arrays, drafts=drafts, commit=commit)  # noqa: B023
                 )
             except OutOfBlocks:
-                if self._below is None or not self._below.forgo(ready):
+                # Who was left out may have been to compute what others share: all are computed now.
+                if self._below is None or not self._below.forgo(items):
                     raise
                 continue
             if self._below is None or self._below.carry_out(decision):
