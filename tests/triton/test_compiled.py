@@ -27,7 +27,8 @@ def compiled(*arguments: str, triton: Path | None = None) -> list[dict[str, Any]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton-cache")
     environment["PYTHONPATH"] = os.pathsep.join([*([str(triton)] if triton else []), str(ROOT / "src")])
-    jobs = len(os.sched_getaffinity(0))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # the others need their cores
+    jobs = max(len(os.sched_getaffinity(0)) // workers, 1)
     command = [sys.executable, "-W", "error", str(HERE / "compiling.py"), "--jobs", str(jobs), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert not done.returncode, done.stderr[-2000:]
