@@ -19,9 +19,6 @@ from kvpool.transformers import PagedCache
 from kvpool.transformers.demanded import demanded_class
 from kvpool.transformers.layers import needs_single_steps
 
-#: Tokens of a node of the prefix tree where a model has states alone.
-NODE_TOKENS = 32
-
 
 def through(part: Part, x: torch.Tensor) -> torch.Tensor:
     """Return what a part would give back for `x [..., H, D]`."""
@@ -88,14 +85,14 @@ def lossy_logits(pages: PagedCache, model: PreTrainedModel, ids: torch.Tensor) -
     last = len(ids) - 1
     borders, stores = [0, last, last + 1], {last}
     if any(isinstance(kind, StateKind) for layer in plan.spec.layers for kind in layer.kinds):
-        size = NODE_TOKENS if all(group.is_state for group in plan.groups) else plan.tokens_per_block
-        border = (last - 1) // size * size
+        border = (last - 1) // plan.tokens_per_block * plan.tokens_per_block
         borders = sorted({0, *range(border or last, last), last, last + 1})
         single = any(needs_single_steps(layer) for layer in plan.spec.layers)
         stores = set(borders) if single else {border, last}
     for begin, end in pairwise(borders):
         positions = {"position_ids": torch.arange(begin, end)[None]} if takes_positions(model) else {}
-        logits: torch.Tensor = model(ids[None, begin:end], cache=cache, **positions).logits[0, -1]
+        given = {pages._argument: cache, **positions}
+        logits: torch.Tensor = model(ids[None, begin:end], **given).logits[0, -1]
         if end in stores:
             cache.store_states()
     return logits
