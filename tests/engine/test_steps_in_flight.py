@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import test_broken_promises
 import test_engine
 import test_scheduling
 from test_engine import NO_STOP, expected, make_engine, random_prompts
@@ -22,10 +23,11 @@ def two_in_flight(monkeypatch):
     monkeypatch.setitem(Engine.__init__.__kwdefaults__, "steps_in_flight", 2)
 
 
+NOT_FOR_TWO = ("tier_below", "detokenizer", "between_two_steps")
 #: Those of one step in flight, again.
-for module in (test_engine, test_scheduling):
+for module in (test_engine, test_scheduling, test_broken_promises):
     for name, test in vars(module).items():
-        if name.startswith("test_") and "tier_below" not in name and "detokenizer" not in name:
+        if name.startswith("test_") and not any(word in name for word in NOT_FOR_TWO):
             globals()[name] = test
 
 

@@ -174,11 +174,8 @@ class Engine:
         """Run one forward pass, or plan the next one while it runs, and return what came of it."""
         started, cpu_started, spent = time.perf_counter(), time.thread_time(), self._lane.spent_s
         self._expire()
-        while len(self._flights) < self.steps_in_flight:
-            items = self._schedule()
-            if not items:
-                break
-            self._launch(items)
+        while len(self._flights) < self.steps_in_flight and self._launch_next():
+            pass
         if self._flights:
             self._land(started)
             self._drain()
@@ -188,6 +185,27 @@ class Engine:
                 self.on_step(scheduler_s)
         events, self._pending = self._pending, []
         return events
+
+    def _launch_next(self) -> bool:
+        """Open the next step with as many as find room; returns whether there is one.
+
+        What `fits` promised may be gone: others use the cache, tiers bring blocks, and memory is resized.
+        """
+        items = self.scheduler.schedule(in_flight=bool(self._flights))
+        while items:
+            try:
+                self._launch(items)
+            except OutOfBlocks as error:
+                if self._flights:
+                    return False  # their end may bring room
+                lone, items = items[0][0], self.scheduler.leave_out(items)
+                if not items:
+                    self._finish(lone, "error", f"request {lone.id} finds no room, though nothing else runs: {error}")
+                    items = self.scheduler.schedule()
+            else:
+                self.scheduler.admit(items)
+                return True
+        return False
 
     def _launch(self, items: list[tuple[Request, int]]) -> None:
         """Open a step and hand its pass to the lane; its samples are tokens nobody knows yet."""
@@ -297,14 +315,6 @@ class Engine:
         if len(each) != len(prompts):
             raise KVError(f"{len(prompts)} prompts but {len(each)} params")
         return [self.add(prompt, chosen) for prompt, chosen in zip(prompts, each, strict=True)]
-
-    def _schedule(self) -> list[tuple[Request, int]]:
-        while True:
-            try:
-                return self.scheduler.schedule(in_flight=bool(self._flights))
-            except OutOfBlocks as error:
-                stuck = next(r for r in self.scheduler.running if r.sequence and r.sequence.id in error.sequences)
-                self._finish(stuck, "error", str(error))
 
     def _expire(self) -> None:
         now = self._clock()

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from kvpool import log
 from kvpool.cache import KVCache
 from kvpool.engine.request import Request
-from kvpool.errors import OutOfBlocks
 
 _log = logging.getLogger("kvpool.engine")
 
@@ -55,14 +54,13 @@ class Scheduler:
             request.sequence = None
 
     def schedule(self, *, in_flight: bool = False) -> list[tuple[Request, int]]:
-        """Return `(request, most tokens to compute)` for the next step; newcomers in it count as running.
+        """Return `(request, most tokens to compute)` for the next step; those who run stand before newcomers.
+
+        Where only one is left and does not fit, it is returned all the same: opening the step says what is missing.
 
         Args:
             in_flight: A step is open. Who runs and does not fit beside it waits for its end: nothing is returned, and
                 nobody is preempted.
-
-        Raises:
-            OutOfBlocks: A request that runs alone does not fit any more; `.sequences` names it.
         """
         while True:
             items = self._running_items()
@@ -73,11 +71,29 @@ class Scheduler:
                 break
             if in_flight:
                 return []
+            if len(self.running) == 1:
+                break
             self._preempt()
-        admitted = newcomers[: fitting - len(items)]
-        self.running += admitted
-        del self.waiting[: len(admitted)]
-        return candidates[:fitting]
+        return candidates[: fitting if in_flight else max(fitting, 1)]
+
+    def admit(self, items: list[tuple[Request, int]]) -> None:
+        """Count the newcomers in a step that was opened as running."""
+        for request, _ in items:
+            if request not in self.running:
+                self.waiting.remove(request)
+                self.running.append(request)
+
+    def leave_out(self, items: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Return the items of a step that could not be opened without the one that matters least; none if one is left.
+
+        A newcomer stays in the queue; one that runs is preempted.
+        """
+        if items[-1][0] not in self.running:
+            return items[:-1]
+        if len(self.running) == 1:
+            return []
+        victim = self._preempt()
+        return [item for item in items if item[0] is not victim]
 
     def _running_items(self) -> list[tuple[Request, int]]:
         """Running requests for which the step has room, decode rows first: they are short."""
@@ -92,16 +108,10 @@ class Scheduler:
                 room -= tokens
         return items
 
-    def _preempt(self) -> None:
+    def _preempt(self) -> Request:
         """Pause the request that matters least: what it computed stays matchable, and goes to the tiers below."""
         victim = max(self.running, key=lambda r: r.order)
         assert victim.sequence is not None
-        if len(self.running) == 1:
-            raise OutOfBlocks(
-                f"request {victim.id} has {len(victim.sequence)} tokens and nothing else runs, yet it needs more blocks"
-                " than the plan has; raise the budget or lower max_new_tokens",
-                (victim.sequence.id,),
-            )
         self._full = True
         self.running.remove(victim)
         victim.preempt()
@@ -109,6 +119,7 @@ class Scheduler:
         victim.sequence.pause()
         victim.sequence.resume()
         bisect.insort(self.waiting, victim, key=lambda r: r.order)
+        return victim
 
     def _open(self, request: Request) -> None:
         request.sequence = self.cache.sequence(
