@@ -187,7 +187,7 @@ class KVCache(LayerAccess):
                     lambda: self.ledger.begin_step(ready, buffers.arrays, drafts=drafts, commit=commit)  # noqa: B023
                 )
             except OutOfBlocks:
-                # Who was left out may have been to compute what others share: all are computed now.
+                # Others may have been to share what those left out hold or compute: they are computed now.
                 if self._below is None or not self._below.forgo(items):
                     raise
                 continue

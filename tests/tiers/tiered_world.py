@@ -37,7 +37,7 @@ class World:
         self,
         layers: tuple[LayerSpec, ...] = FULL,
         *,
-        num_blocks: int = 24,
+        num_blocks: int | tuple[int, ...] = 24,
         num_states: int = 0,
         codec: str = "fp32",
         checkpoint_interval: int = 1024,
@@ -47,7 +47,10 @@ class World:
         options: dict[str, Any] = {"codec": codec, "tokens_per_block": N, "max_sequences": 8, "max_step_tokens": 512,
                                    "checkpoint_interval": checkpoint_interval}  # fmt: skip
         roomy = kv.make_plan(self.spec, budget=1 << 26, **options)
-        counts = {g.name: num_states if g.is_state and num_states else num_blocks for g in roomy.groups}
+        each = num_blocks if isinstance(num_blocks, tuple) else (num_blocks,) * len(roomy.groups)
+        counts = {
+            g.name: num_states if g.is_state and num_states else n for g, n in zip(roomy.groups, each, strict=True)
+        }
         sizes = {g.name: -(-g.bytes_per_block * counts[g.name] // 4096) * 4096 for g in roomy.groups}
         budget = sum(sizes.values())
         shares = {name: size / budget for name, size in sizes.items()}

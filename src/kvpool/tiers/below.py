@@ -115,9 +115,12 @@ class Below:
                 self._expect(sequence, at_best=comes)
 
     def forgo(self, items: Items) -> bool:
-        """Let go what was brought up for sequences that do not fit with it; returns whether there was any."""
-        held = [sequence for sequence, _ in items if self._waiting.get(sequence) is not None]
-        for sequence in held:
+        """Let go what is brought up for sequences that do not fit with it; returns whether there was any.
+
+        First what is under way: with it computed and with what has come the step is one that `fits` counted.
+        """
+        held = {sequence: load for sequence, _ in items if (load := self._waiting.get(sequence)) is not None}
+        for sequence in [sequence for sequence, load in held.items() if not load.ready] or held:
             self._give_up(sequence)
         return bool(held)
 
