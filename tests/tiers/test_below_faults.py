@@ -14,6 +14,7 @@ import pytest
 
 from kvpool.tiers.disk.directory import Directory
 
+from .test_disk_faults import small_disk
 from .tiered_world import KINDS, PROMPT, World
 
 
@@ -29,34 +30,45 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Eve
     return release
 
 
-def stored_prompt(path: Path) -> None:
-    world = World(disk=path, model="m")
-    with world.open(PROMPT) as seq:
-        world.step(seq)
+def stored_prompts(path: Path, prompts: list[list[int]]) -> None:
+    world = World(disk=path, model="m", num_blocks=80)
+    for prompt in prompts:
+        with world.open(prompt) as seq:
+            world.step(seq)
     assert world.cache.close()
+
+
+def stored_prompt(path: Path) -> None:
+    stored_prompts(path, [PROMPT])
 
 
 def test_a_step_waits_for_a_late_disk_no_longer_than_its_deadline_and_never_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stored_prompt(tmp_path)
-    monkeypatch.setattr("kvpool.tiers.transfer.LATENCY_S", 0.2)
-    world = World(disk=tmp_path, model="m")
-    release = slow_reads(monkeypatch, 30)
+    prompts = [PROMPT, *([100 * number + i for i in range(40)] for number in range(1, 6))]
+    stored_prompts(tmp_path, prompts)
+    monkeypatch.setattr("kvpool.tiers.transfer.LATENCY_S", 2.0)
+    world = World(disk=tmp_path, model="m", num_blocks=80)
+    release = slow_reads(monkeypatch, 60)
     begun = time.perf_counter()
     with world.open(PROMPT) as seq:
         assert world.step(seq) == [40], "late blocks are computed"
         world.verify(seq)
-    assert time.perf_counter() - begun < 2
-    for number in range(5):  # the disk is known to be late: nobody asks it
-        begun = time.perf_counter()
-        other = world.open(PROMPT[:20] + [900 + number] * 8, salt="x")
-        world.cache.fits([(other, 100)])
-        assert world.cache.below.transfer.disk is not None
-        assert world.cache.below.transfer.disk.stats().late >= 0
-        world.step(other, salt="x")
-        other.release()
-        assert time.perf_counter() - begun < 0.5
+    assert 2.0 < time.perf_counter() - begun < 20
+    disk = world.cache.below.transfer.disk
+    assert disk is not None
+    asked, read = disk.stats(), world.stats("host").written_bytes
+    begun, begun_cpu = time.perf_counter(), time.process_time()
+    for prompt in prompts[1:]:  # the disk has them and is known to be late: nobody asks it, nobody waits
+        with world.open(prompt) as seq:
+            assert world.cache.fits([(seq, 100)]) == 1
+            assert not any(world.cache.below._waiting.values())
+            assert world.step(seq) == [40]
+            world.verify(seq)
+    assert time.perf_counter() - begun < 2.0, "one deadline would have been as long"
+    assert time.process_time() - begun_cpu < 2.0
+    after = disk.stats()
+    assert (after.hit, after.late, world.stats("host").written_bytes) == (asked.hit, asked.late, read)
     release.set()
     assert world.cache.close()
 
@@ -101,6 +113,31 @@ def test_damaged_blocks_on_disk_are_computed_and_pool_and_counters_are_as_ever(t
         bystander.release()
     world.cache.check()
     world.cache.close()
+
+
+def test_a_cache_over_a_full_disk_goes_on_and_keeps_what_the_disk_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [[1000 * number + i for i in range(40)] for number in range(80)]
+    with small_disk(tmp_path / "disk", 4 << 20):
+        world = World(num_blocks=24, disk=tmp_path / "disk", model="m")
+        for prompt in prompts:
+            with world.open(prompt) as seq:
+                world.step(seq)
+                world.verify(seq)
+        assert not world.cache.flush(0.5), "80 prompts need twice the room"
+        assert "its blocks are not kept" in caplog.text
+        world.cache.check()
+        world.cache.close(0.5)
+        again = World(num_blocks=24, disk=tmp_path / "disk", model="m")
+        computed = []
+        for prompt in prompts:
+            with again.open(prompt) as seq:
+                computed += again.step(seq)
+                again.verify(seq)
+        assert 0 < computed.count(4) < len(prompts), "what was stored before the disk was full is found"
+        again.cache.check()
+        again.cache.close(0.5)
 
 
 KILLED = """

@@ -64,20 +64,38 @@ def test_memory_goes_back_to_the_system_within_a_second() -> None:
     world.fill(1, 20)
 
 
+def test_memory_touched_at_the_start_is_there_before_the_first_step() -> None:
+    spec = kv.CacheSpec(layers=FULL, dtype="fp32", max_seq_len=4096)
+    plan = kv.make_plan(spec, budget=32 << 20, codec="fp32", tokens_per_block=N)
+    gc.collect()
+    lazy, touched = (kv.KVCache(plan, backend="reference", touch=touch) for touch in (False, True))
+    assert resident(lazy) < 4 << 20
+    assert resident(touched) >= touched._elastic.committed_bytes > 28 << 20
+
+
 def test_a_pinned_block_stops_a_shrink_and_is_named() -> None:
     world = Roomy(budget=1 << 20)
-    world.fill(1, 40)
-    prompt = [40_000 + i for i in range(20)]
-    with world.open(prompt) as seq:
-        world.step(seq)
-    pin = world.cache.ledger.pin(prompt)
+    blocks = world.cache._elastic.num_blocks[0]
+    below, prompt = [7] * (N * (blocks - 5)), [40_000 + i for i in range(20)]
+    first, last = world.open(below), world.open(prompt)
+    world.step(first)
+    world.step(last)  # has the five blocks that were left: low ids are handed out first
+    pin = world.cache.pin(prompt)
+    assert sorted(world.cache.ledger.table(last.id, 0)[0])[-1] == blocks - 1
+    first.release()
+    last.release()
     done = world.cache.resize(60_000)
-    if done.stopped_by:
-        assert done.stopped_by["full"] == done.num_blocks[0] - 1
-    world.cache.ledger.unpin(pin)
+    assert done.stopped_by == {"full": blocks - 1}
+    assert done.num_blocks == (blocks,)
+    assert done.budget_bytes == done.committed_bytes > 60_000
+    with world.open([*prompt, 5]) as seq:
+        assert world.step(seq) == [1], "what is pinned is still there"
+        world.verify(seq)
+    world.cache.unpin(pin)
     again = world.cache.resize(60_000)
     assert not again.stopped_by
     assert again.committed_bytes <= 60_000
+    world.cache.check()
 
 
 def test_a_resize_waits_for_every_open_step_and_moves_nothing_under_them() -> None:

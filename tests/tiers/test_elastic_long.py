@@ -15,6 +15,8 @@ from .elastic_world import Roomy, resident
 GEMMA = tuple(LayerSpec((KVKind(1, 8),), Lifetime(window=1024) if i % 6 < 5 else Lifetime()) for i in range(6))
 CHUNK = 2048
 LONGEST = 102_400
+#: What the system gives and takes at once.
+GRANULE = 2 << 20
 #: Most sequences held at once.
 MOST = 256
 
@@ -35,12 +37,22 @@ def test_a_load_that_moves_to_100000_tokens_and_back_holds_what_the_best_split_f
         rows.append((length, held, best, [round(part / sum(split), 2) for part in split]))
         print(rows[-1], flush=True)
         assert held >= 0.95 * best, f"sequences of {length}: {held} held, the best split holds {best}"
+        assert resident(world.cache) <= world.cache._elastic.committed_bytes + GRANULE
     assert len({tuple(split) for *_, split in rows}) >= 3, "no static split serves all phases"
     assert world.addresses() == before
-    world.cache.clear()
+    lasting = world.open(list(range(20_000)))  # lives through the resize
+    while lasting.num_computed_tokens < len(lasting):
+        world.step(lasting, most=CHUNK)
     begun = time.perf_counter()
     done = world.cache.resize(budget // 4)
     assert time.perf_counter() - begun < 1
+    assert not done.stopped_by
     assert done.committed_bytes <= budget // 4
-    assert resident(world.cache) <= done.committed_bytes + (2 << 20)
+    assert resident(world.cache) <= done.committed_bytes + GRANULE
     assert world.addresses() == before
+    world.verify(lasting)
+    lasting.extend([7] * 40)
+    world.step(lasting)
+    world.verify(lasting)
+    lasting.release()
+    world.cache.check()
