@@ -8,11 +8,11 @@ import time
 
 import httpx
 import openai
-import uvicorn
 
 import kvpool as kv
 from kvpool.engine import Engine
 from kvpool.serve.app import Server
+from kvpool.serve.listener import Listener
 from kvpool.serve.metrics import Metrics
 from kvpool.serve.worker import Worker
 
@@ -30,11 +30,11 @@ class Running:
         self.engine = Engine(model, tokenizer, plan, cache=kv.KVCache(plan, **settings.pop("tiers", {})))
         metrics = Metrics(self.engine)
         self.worker = Worker(self.engine, max_waiting=settings.pop("max_waiting", 64), observe=metrics.observe)
-        app = Server(self.worker, metrics, NAME, **{"request_timeout_s": None, "drain_s": 5.0, **settings}).app()
+        self.app = Server(self.worker, metrics, NAME, **{"request_timeout_s": None, "drain_s": 5.0, **settings})
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none"))
+        self.server = Listener(self.app, log_level="error", ws="none")
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
         while not self.server.started:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import json
+import re
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +19,8 @@ import kvpool as kv
 from kvpool.engine import Engine, Params
 
 pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +165,15 @@ def test_health_models_and_metrics(running):
     assert values["kvpool:prefix_cache_queries_total"] >= 3
     blocks = [values[f'kvpool:blocks{{group="full",state="{state}"}}'] for state in ("used", "cached", "free")]
     assert sum(blocks) == 256
+
+
+def test_the_metrics_are_those_of_the_docs(running):
+    text = httpx.get(running.url + "/metrics").text
+    shown = {line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE")}
+    shown = {name for name in shown if not name.endswith("_created")}
+    table = (ROOT / "docs" / "engine.md").read_text().split("| metric | what |")[1].split("\n\n")[0]
+    named = {f"kvpool:{name}" for row in table.splitlines() for name in re.findall(r"`(\w+)", row.rpartition("|")[0])}
+    assert shown == named
 
 
 def test_several_answers_a_prompt_differ_only_in_index(running):

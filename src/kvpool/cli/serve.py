@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import socket
 import sys
 from typing import Annotated
 
@@ -41,8 +40,8 @@ def serve(
 ) -> None:
     """Serve completions and chat completions over HTTP."""
     try:
-        import uvicorn
-        from starlette import applications as applications
+        import starlette as starlette
+        import uvicorn as uvicorn
     except ImportError as error:
         raise UnsupportedError(f"kvpool serve needs {error.name}; pip install 'kvpool[serve]'") from None
     import torch
@@ -51,6 +50,7 @@ def serve(
     from kvpool.engine import Engine
     from kvpool.engine.embedded import load_model
     from kvpool.serve.app import Server
+    from kvpool.serve.listener import Listener
     from kvpool.serve.metrics import Metrics
     from kvpool.serve.worker import Worker
     from kvpool.tiers.identity import weights_identity
@@ -91,20 +91,6 @@ def serve(
     )
     gc.collect()
     gc.freeze()  # what lives now lives as long as the server: no collection need look at it again
-    config = uvicorn.Config(
-        server.app(), host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=60
-    )
-
-    class Listener(uvicorn.Server):
-        """Says where it listens once it does."""
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            for listener in self.servers:
-                for bound in listener.sockets:
-                    at, chosen = bound.getsockname()[:2]
-                    log.say(_log, logging.INFO, "listening", host=at, port=chosen, model=server.model_name)
-
-    Listener(config).run()
+    Listener(server, host=host, port=port, log_level="warning", timeout_keep_alive=60).run()
     if not cache.close():
         log.say(_log, logging.WARNING, "not everything that was computed could be kept on disk", directory=disk)

@@ -22,7 +22,7 @@ from kvpool import log
 from kvpool.engine import Answer
 from kvpool.serve.metrics import Metrics
 from kvpool.serve.requests import Ask, BadRequest, read_ask
-from kvpool.serve.worker import Busy, Ticket, Update, Worker
+from kvpool.serve.worker import Busy, Stopped, Ticket, Update, Worker
 
 _log = logging.getLogger("kvpool.serve")
 
@@ -38,7 +38,7 @@ def salt_of(request: Request) -> str | None:
 
 def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
     """Return an error in OpenAI's form."""
-    headers = {"retry-after": "1"} if status == 429 else None
+    headers = {"retry-after": "1"} if status in (429, 503) else None
     body = {"error": {"message": message, "type": kind, "param": param, "code": status}}
     return JSONResponse(body, status_code=status, headers=headers)
 
@@ -49,6 +49,8 @@ async def explain(request: Request, error: Exception) -> Response:
         return error_response(str(error), error.status, "invalid_request_error", error.param)
     if isinstance(error, HTTPException):
         return error_response(error.detail, error.status_code, "invalid_request_error")
+    if isinstance(error, Stopped):
+        return error_response(str(error), 503, "server_error")
     return error_response(str(error), 429, "rate_limit_error")
 
 
@@ -69,6 +71,7 @@ class Server:
         self.request_timeout_s, self.drain_s = request_timeout_s, drain_s
         self.created = int(time.time())
         self.stopping = False
+        self._draining: asyncio.Future[None] | None = None
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -77,13 +80,7 @@ class Server:
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             self.worker.start()
             yield
-            self.stopping = True
-            deadline = time.monotonic() + self.drain_s
-            while self.worker.num_open and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-            log.say(_log, logging.INFO, "stopping", open_requests=self.worker.num_open)
-            await asyncio.to_thread(self.worker.stop)
-            log.say(_log, logging.INFO, "stopped")
+            await self.drain()
 
         return Starlette(
             routes=[
@@ -94,9 +91,24 @@ class Server:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ],
-            exception_handlers={BadRequest: explain, Busy: explain, HTTPException: explain},
+            exception_handlers=dict.fromkeys((BadRequest, Busy, Stopped, HTTPException), explain),
             lifespan=lifespan,
         )
+
+    async def drain(self) -> None:
+        """Take no more requests, give open ones their time, end them with what they have, and stop the worker."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        await self._draining
+
+    async def _drain(self) -> None:
+        self.stopping = True
+        deadline = time.monotonic() + self.drain_s
+        while self.worker.num_open and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        log.say(_log, logging.INFO, "stopping", open_requests=self.worker.num_open)
+        await asyncio.to_thread(self.worker.stop)
+        log.say(_log, logging.INFO, "stopped")
 
     async def health(self, request: Request) -> Response:
         """200 while requests can be served."""
@@ -136,6 +148,8 @@ class Server:
         body = await read_body(request)
         if isinstance(body, dict):
             self._check_model(body.get("model"))
+        if self.stopping:
+            raise Stopped("the server stops and takes no more requests")
         engine = self.worker.engine
         ask = read_ask(
             body,
@@ -176,9 +190,13 @@ class Server:
                 self.worker.release(ticket)
         for update in updates:
             if update.event.finish_reason == "error":
-                return error_response(update.event.error, 400, "invalid_request_error")
+                return error_response(update.event.error, *self._blame())
         answers = [update.answer for update in updates if update.answer is not None]
         return JSONResponse(reply.whole(answers))
+
+    def _blame(self) -> tuple[int, str]:
+        """Status and type of a request that ended with an error: ours where the engine failed, else the request's."""
+        return (400, "invalid_request_error") if self.worker.failure is None else (500, "server_error")
 
     async def _stream(self, ask: Ask, tickets: list[Ticket], reply: Reply) -> AsyncIterator[str]:
         """Send every update as it comes; leaving early aborts what still runs."""
@@ -200,9 +218,8 @@ class Server:
             while len(answers) < len(tickets):
                 index, update = await merged.get()
                 if update.event.finish_reason == "error":
-                    yield frame(
-                        {"error": {"message": update.event.error, "type": "invalid_request_error", "code": 400}}
-                    )
+                    status, kind = self._blame()
+                    yield frame({"error": {"message": update.event.error, "type": kind, "code": status}})
                 elif update.event.text or update.event.finish_reason:
                     yield frame(reply.chunk(index, update.event.text, update.event.finish_reason))
                 if update.answer is not None:

@@ -26,6 +26,10 @@ class Busy(KVError):
     """The queue is full; come back later."""
 
 
+class Stopped(KVError):
+    """The engine takes no more requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """What a client of the worker receives.
@@ -81,6 +85,8 @@ class Worker:
         self._tickets: dict[int, Ticket] = {}
         self._open = 0  # requests accepted and not finished; changed on the event loop's thread only
         self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
+        self._gate = threading.Lock()  # of what comes in, against the end of the thread
+        self._ended = False
         self._flushed = True  # nothing was computed since the last flush
         self.failure: BaseException | None = None
 
@@ -103,16 +109,17 @@ class Worker:
 
         Raises:
             Busy: Too many requests wait.
-            KVError: The engine has died.
+            Stopped: The engine has failed, or was stopped.
         """
-        if not self.alive:
-            raise KVError(f"the engine has stopped: {self.failure}")
         limit = self.engine.cache.plan.max_sequences + self.max_waiting
         if self._open >= limit:
             raise Busy(f"{self._open} requests are open, the most allowed; try again later")
         ticket = Ticket(asyncio.get_running_loop())
+        with self._gate:
+            if self._ended or not self._thread.is_alive():
+                raise Stopped(f"the engine failed: {self.failure}" if self.failure else "the engine has stopped")
+            self._inbox.put(lambda: self._add(ticket, prompt_ids, params))
         self._open += 1
-        self._inbox.put(lambda: self._add(ticket, prompt_ids, params))
         return ticket
 
     def release(self, ticket: Ticket) -> None:
@@ -159,6 +166,12 @@ class Worker:
         except BaseException as error:
             _log.exception("the engine failed")
             self.failure = error
+        with self._gate:
+            self._ended = True
+        while not self._inbox.empty():  # who came last is answered too
+            mail = self._inbox.get()
+            if mail is not None:
+                mail()
         for request in list(self._tickets):
             self.engine.abort(request)
             reason = "error" if self.failure else "abort"
