@@ -63,6 +63,18 @@ def test_prefixes_travel_through_a_file_that_safetensors_reads(tmp_path: Path) -
     directory.close()
 
 
+def test_every_part_of_the_way_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "a", blocks.chain(1, 5))
+    directory = Directory(tmp_path / "a")
+    told: list[int] = []
+    export_blocks(directory, [r for r, _ in directory.entries()], tmp_path / "file", progress=told.append)
+    directory.close()
+    assert told == [10] * 10, "each of five is verified, then written"
+    told.clear()
+    import_blocks(tmp_path / "file", tmp_path / "b", progress=told.append)
+    assert told == [5] * 5
+
+
 def test_one_prefix_is_its_blocks_of_every_group_and_no_other(tmp_path: Path) -> None:
     full, other = blocks.chain(1, 5), blocks.chain(2, 5)
     window = [Entry(1, e.key, e.tokens, e.parent, e.position) for e in full[3:]]

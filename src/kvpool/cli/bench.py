@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli import options
+from kvpool.cli.progress import bar
 
 
 def _machine(isa: str) -> dict[str, Any]:
@@ -73,7 +74,13 @@ def bench(
         for order in options.split(layout, "--layout")
         for n in (options.integer(part, "--tokens-per-block") for part in options.split(tokens_per_block, "..."))
     ]
-    found = [measure(of_model(shape, name) if name else shape, seconds) for name in models for shape in plain]
+    shapes = [of_model(shape, name) if name else shape for name in models for shape in plain]
+    found = []
+    with bar("first row") as shown:
+        shown.expect(len(shapes))
+        for shape in shapes:
+            found.append(measure(shape, seconds))
+            shown.advance(f"{shape.codec}, {shape.layout}, {shape.tokens_per_block} tokens a block")
     compare(found, "bf16")
     probe = {
         "read_gb_s": max((row["read_gb_s"] for row in found if "read_gb_s" in row), default=None),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.cli.progress import bar
+
 if TYPE_CHECKING:
     from kvpool.tiers.disk.segment_format import RecordHeader
 
@@ -33,8 +35,9 @@ def list_blocks(
     from kvpool.plan.budget import format_bytes
     from kvpool.tiers.disk.directory import Directory
 
-    found = Directory(directory)
-    records = [record for record, _ in found.entries()]
+    with bar("opening"):
+        found = Directory(directory)
+        records = [record for record, _ in found.entries()]
     parents = {record.entry.parent_id for record in records}
     shown = [record for record in records if blocks or record.entry.id not in parents]
     rows = [_row(record) for record in shown]
@@ -81,10 +84,14 @@ def verify(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
     from kvpool.tiers.disk.directory import Directory
     from kvpool.tiers.export_import import BlockReader
 
-    found = Directory(directory)
-    reader = BlockReader()
-    records = [record for record, _ in found.entries()]
-    good = sum(reader.load(found, record) for record in records)
+    with bar("opening") as shown:
+        found = Directory(directory)
+        reader = BlockReader()
+        records = [record for record, _ in found.entries()]
+        good = 0
+        for record in records:
+            good += reader.load(found, record)
+            shown.advance("verifying", len(records))
     damage = [asdict(item) for item in found.damage]
     for segment, item in found.torn_ends():
         damage.append({"file": segment.path.name, "offset": item.start, "reason": f"torn end: {item.reason}"})
@@ -108,9 +115,11 @@ def prune(
     from kvpool.plan.budget import parse_bytes
     from kvpool.tiers.disk.directory_writer import WritableDirectory
 
-    found = WritableDirectory(directory)
-    before = {"bytes_before": found.total_bytes, "blocks_before": len(found)}
-    found.shrink(parse_bytes(size, "--size"))
+    limit = parse_bytes(size, "--size")
+    with bar("pruning"):
+        found = WritableDirectory(directory)
+        before = {"bytes_before": found.total_bytes, "blocks_before": len(found)}
+        found.shrink(limit)
     result = {**before, "bytes_after": found.total_bytes, "blocks_after": len(found)}
     found.close()
     if as_json:
@@ -133,17 +142,18 @@ def export(
     from kvpool.tiers.disk.directory import Directory
     from kvpool.tiers.export_import import export_blocks, prefix
 
-    found = Directory(directory)
-    if key:
-        try:
-            keys = [bytes.fromhex(text) for text in key]
-        except ValueError:
-            raise TierError(f"--key takes hexadecimal digits as `ls` shows them, got {key}") from None
-        records = list({r.entry.id: r for k in keys for r in prefix(found, k)}.values())
-    else:
+    try:
+        keys = [bytes.fromhex(text) for text in key or ()]
+    except ValueError:
+        raise TierError(f"--key takes hexadecimal digits as `ls` shows them, got {key}") from None
+    with bar("opening") as shown:
+        found = Directory(directory)
         records = [record for record, _ in found.entries()]
-    _print_exchanged(export_blocks(found, records, target), as_json, f"written to {target}", "damaged and left out")
-    found.close()
+        if key:
+            records = list({r.entry.id: r for k in keys for r in prefix(found, k)}.values())
+        done = export_blocks(found, records, target, progress=lambda total: shown.advance("exporting", total))
+        found.close()
+    _print_exchanged(done, as_json, f"written to {target}", "damaged and left out")
 
 
 @app.command("import")
@@ -157,7 +167,11 @@ def import_(
     from kvpool.plan.budget import parse_bytes
     from kvpool.tiers.export_import import import_blocks
 
-    done = import_blocks(source, directory, size_bytes=None if size is None else parse_bytes(size, "--size"))
+    limit = None if size is None else parse_bytes(size, "--size")
+    with bar("opening") as shown:
+        done = import_blocks(
+            source, directory, size_bytes=limit, progress=lambda total: shown.advance("importing", total)
+        )
     _print_exchanged(done, as_json, f"taken into {directory}", "there already")
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvpool.cli.progress import bar
 from kvpool.errors import KVError
 
 if TYPE_CHECKING:
@@ -76,9 +75,9 @@ def quality(
     source = text.read_text(encoding="utf-8", errors="replace") if text else default
     ids, other = (tokenizer(words, verbose=False).input_ids for words in (source, calibration))
     pieces = cut(ids, other, prefix, scored, windows)
-    with _bar() as (start, advance):
-        meter = Meter(network, pieces, against, prefill=prefill, backend=backend, progress=advance)
-        start(meter.num_passes(variants))
+    with bar("first pass") as shown:
+        meter = Meter(network, pieces, against, prefill=prefill, backend=backend, progress=shown.advance)
+        shown.expect(meter.num_passes(variants))
         rows = meter.measure(variants)
     facts = {
         "model": model or "embedded",
@@ -98,28 +97,6 @@ def quality(
         from kvpool.measure.quality_plot import plot as draw
 
         draw(rows, plot, f"{facts['model']}, {facts['text']}, {pieces.num_scored} tokens, against {baseline}")
-
-
-@contextmanager
-def _bar() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
-    """Show a progress bar on standard error; gives (set the number of passes, one pass is done)."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("first pass", total=None)
-        yield (
-            lambda passes: bar.update(task, total=passes),
-            lambda label: bar.update(task, description=label, advance=1),
-        )
 
 
 def _print(rows: Sequence[Row]) -> None:

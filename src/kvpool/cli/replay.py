@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvpool.cli.progress import bar
 from kvpool.errors import PlanError
 from kvpool.ledger import POLICIES
 from kvpool.measure.replay import Row, load_trace, optimum_rates, replay
@@ -44,17 +46,28 @@ def replay_trace(
     for name in names:
         if name not in POLICIES:
             raise PlanError(f"--policy takes {', '.join(POLICIES)}, got {name!r}")
-    requests = load_trace(trace, tokens_per_id=tokens_per_id, limit=limit)
-    if not requests:
-        raise PlanError(f"{trace} holds no request")
-    block = tokens_per_block or (tokens_per_id if requests[0].scale != 1.0 else 16)
     capacities = numbers(blocks, "--blocks")
-    rows = [
-        replay(requests, c, policy=name, tokens_per_block=block, window=window, live=live, whole_blocks=live == 1)
-        for name in names
-        for c in capacities
-    ]
-    best, infinite = optimum_rates(requests, capacities, block)
+    with bar("reading") as shown:
+        requests = load_trace(trace, tokens_per_id=tokens_per_id, limit=limit)
+        if not requests:
+            raise PlanError(f"{trace} holds no request")
+        block = tokens_per_block or (tokens_per_id if requests[0].scale != 1.0 else 16)
+        shown.expect(len(names) * len(capacities) + 1)
+        rows = []
+        for name, capacity in product(names, capacities):
+            row = replay(
+                requests,
+                capacity,
+                policy=name,
+                tokens_per_block=block,
+                window=window,
+                live=live,
+                whole_blocks=live == 1,
+            )
+            rows.append(row)
+            shown.advance(f"{name}, {capacity:,} blocks")
+        best, infinite = optimum_rates(requests, capacities, block)
+        shown.advance("optimum")
     if plot is not None:
         draw(rows, best, infinite, plot)
     if as_json:

@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,12 @@ from kvpool.tiers.disk.segment_format import MAX_PAYLOAD_BYTES, RecordHeader, pa
 FORMAT = "kvpool-prefixes-1"
 #: safetensors' own limit on a header.
 MAX_HEADER_BYTES = 100_000_000
+#: Told of each part that is done how many there are.
+Progress = Callable[[int], None]
+
+
+def _silent(total: int) -> None:
+    """Nobody looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +67,16 @@ def prefix(directory: Directory, key: bytes) -> list[RecordHeader]:
     return sorted(found.values(), key=lambda r: (r.entry.group, r.entry.position))
 
 
-def export_blocks(directory: Directory, records: Iterable[RecordHeader], target: Path) -> Exchanged:
+def export_blocks(
+    directory: Directory, records: Iterable[RecordHeader], target: Path, *, progress: Progress = _silent
+) -> Exchanged:
     """Write blocks to a new safetensors file; damaged ones are left out and counted.
+
+    Args:
+        directory: Holds them.
+        records: What to write.
+        target: The file.
+        progress: Called after each is verified and after each is written, with how often it will be called at most.
 
     Raises:
         TierError: The file exists or cannot be written; nothing of it is left then.
@@ -71,7 +85,11 @@ def export_blocks(directory: Directory, records: Iterable[RecordHeader], target:
         raise TierError(f"{directory.path} is empty; there is nothing to export")
     buffer = BlockReader()
     wanted = list(records)
-    good = [record for record in wanted if buffer.load(directory, record)]
+    good = []
+    for record in wanted:
+        if buffer.load(directory, record):
+            good.append(record)
+        progress(2 * len(wanted))
     blocks, tensors, offset = [], {}, 0
     for index, record in enumerate(good):
         size = record.payload_bytes
@@ -93,6 +111,7 @@ def export_blocks(directory: Directory, records: Iterable[RecordHeader], target:
                 if not buffer.load(directory, record):
                     raise TierError(f"{directory.path} changed while it was exported; try again")
                 file.write(buffer.view[: record.payload_bytes])
+                progress(2 * len(wanted))
             file.flush()
             os.fsync(file.fileno())
         os.link(temporary, target)  # never over a file that is there
@@ -103,8 +122,16 @@ def export_blocks(directory: Directory, records: Iterable[RecordHeader], target:
     return Exchanged(len(good), offset, len(wanted) - len(good))
 
 
-def import_blocks(source: Path, path: Path, *, size_bytes: int | None = None) -> Exchanged:
+def import_blocks(
+    source: Path, path: Path, *, size_bytes: int | None = None, progress: Progress = _silent
+) -> Exchanged:
     """Read the blocks of a file into a directory, which is made when it is missing.
+
+    Args:
+        source: The file.
+        path: The directory.
+        size_bytes: The most the directory may take.
+        progress: Called with each block, with how many there are.
 
     Raises:
         PlanMismatch: The directory belongs to another plan or model than the file; names the differing parts.
@@ -117,7 +144,8 @@ def import_blocks(source: Path, path: Path, *, size_bytes: int | None = None) ->
             identity, blocks = _read_texts(header, source)
             directory = WritableDirectory(path, identity, size_bytes=size_bytes)
             try:
-                return _import(directory, file.fileno(), _located(header, blocks, size - start, source), start, source)
+                located = _located(header, blocks, size - start, source)
+                return _import(directory, file.fileno(), located, start, source, advance=lambda: progress(len(blocks)))
             finally:
                 directory.close()
     except OSError as error:
@@ -217,11 +245,18 @@ def _located(
 
 
 def _import(
-    directory: WritableDirectory, fd: int, blocks: Iterator[tuple[Entry, int, int, int]], start: int, source: Path
+    directory: WritableDirectory,
+    fd: int,
+    blocks: Iterator[tuple[Entry, int, int, int]],
+    start: int,
+    source: Path,
+    *,
+    advance: Callable[[], None],
 ) -> Exchanged:
     buffer = BlockReader()
     count, num_bytes, skipped = 0, 0, 0
     for entry, crc, offset, size in blocks:
+        advance()
         if entry.id in directory:
             skipped += 1
             continue
