@@ -92,5 +92,6 @@ def serve(
     gc.collect()
     gc.freeze()  # what lives now lives as long as the server: no collection need look at it again
     Listener(server, host=host, port=port, log_level="warning", timeout_keep_alive=60).run()
+    gc.unfreeze()  # the interpreter's end collects it
     if not cache.close():
         log.say(_log, logging.WARNING, "not everything that was computed could be kept on disk", directory=disk)

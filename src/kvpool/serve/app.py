@@ -103,8 +103,8 @@ class Server:
 
     async def _drain(self) -> None:
         self.stopping = True
-        deadline = time.monotonic() + self.drain_s
-        while self.worker.num_open and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while self.worker.num_open and time.monotonic() < begun + self.drain_s:
             await asyncio.sleep(0.05)
         log.say(_log, logging.INFO, "stopping", open_requests=self.worker.num_open)
         await asyncio.to_thread(self.worker.stop)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -32,6 +36,19 @@ class Listener(uvicorn.Server):
         super().__init__(uvicorn.Config(server.app(), access_log=False, timeout_graceful_shutdown=patience, **settings))
         self._server = server
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on a signal. uvicorn raises it again at the end, which would end the process before `run` returns."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
         await super().startup(sockets=sockets)
@@ -44,7 +61,11 @@ class Listener(uvicorn.Server):
         """Take no more connections while open requests get their time; uvicorn alone would wait for them for ever."""
         draining = asyncio.ensure_future(self._server.drain())
         await super().shutdown(sockets)
+        if self.force_exit:
+            self._server.drain_s = 0.0  # a second interrupt: nobody wants to wait
         await draining
+        if self.force_exit:
+            await self.lifespan.shutdown()  # uvicorn leaves it out then
         for connection in self.server_state.connections:
             connection.transport.abort()  # its client takes nothing
         await asyncio.sleep(0)
