@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 import torch
 from running import GREEDY, NAME, Running
@@ -158,6 +159,9 @@ def test_unknown_paths_and_methods_are_clear(running):
 def test_health_models_and_metrics(running):
     assert httpx.get(running.url + "/health").json() == {"status": "ok"}
     assert [m.id for m in running.client().models.list()] == [NAME]
+    assert running.client().models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="'tiny' is"):
+        running.client().models.retrieve("other/model")
     running.client().completions.create(prompt=[3, 4, 5], max_tokens=2, **GREEDY)
     text = httpx.get(running.url + "/metrics").text
     values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}

@@ -79,6 +79,8 @@ def serve(
         disk_size=disk_size,
         model="" if disk is None else weights_identity(network.named_parameters(), network.config.to_dict()),
     )
+    if cache.has_tiers:
+        cache.below.check()  # opened now: a directory that cannot be used is refused before anybody asks
     engine = Engine(network, tokenizer, plan, cache=cache)
     metrics = Metrics(engine)
     worker = Worker(engine, max_waiting=max_waiting, observe=metrics.observe)
