@@ -1,80 +1,27 @@
 """The device's virtual memory, with the host's in place of the driver's calls: the same mapping of real pages."""
+# ruff: noqa: N802 (the driver names its calls)
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
-import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from host_device import HostDriver
 from kvpool.errors import KVError
 from kvpool.kinds import KVKind, LayerSpec
 from kvpool.plan import make_plan
 from kvpool.pools import Pools, cuda
-from kvpool.pools.cuda import VirtualMemory
+from kvpool.pools.cuda import CudaDriver, VirtualMemory
 from kvpool.pools.staging import Staging
 from kvpool.spec import CacheSpec
 
-FIXED = 0x10
-ALL = mmap.PROT_READ | mmap.PROT_WRITE
-
-
-class HostDriver:
-    """Physical memory is a memfd; mapping it is mmap at a fixed address."""
-
-    granularity = 1 << 16
-
-    def __init__(self, physical_bytes: int = 1 << 40) -> None:
-        self.left = physical_bytes
-        self.mapped: dict[int, int] = {}
-        self.freed = False
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-        self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-    def reserve(self, size: int) -> int:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        return int(self._libc.mmap(None, size, 0, flags, -1, 0))
-
-    def free(self, address: int, size: int) -> None:
-        assert not self.mapped
-        assert not self._libc.munmap(address, size)
-        self.freed = True
-
-    def map(self, address: int, size: int) -> object:
-        if size > self.left:
-            raise KVError("out of memory")
-        assert address not in self.mapped
-        handle = os.memfd_create("chunk")
-        os.truncate(handle, size)
-        assert self._libc.mmap(address, size, ALL, mmap.MAP_SHARED | FIXED, handle, 0) == address
-        self.left -= size
-        self.mapped[address] = size
-        return handle
-
-    def unmap(self, address: int, size: int, handle: Any) -> None:
-        assert self.mapped.pop(address) == size
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | FIXED
-        assert self._libc.mmap(address, size, 0, flags, -1, 0) == address
-        os.close(handle)
-        self.left += size
-
-    def synchronize(self) -> None:
-        pass
-
-    def tensor(self, owner: object, address: int, size: int) -> torch.Tensor:
-        class Interface:
-            __array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}  # noqa: RUF012
-
-        interface = Interface()
-        interface.owner = owner  # type: ignore[attr-defined]
-        return torch.from_numpy(np.asarray(interface))
+#: Where `make test` puts CUDA's Python bindings, which need no GPU to be imported.
+BINDINGS = Path(__file__).parents[2] / "build" / "cuda-bindings-13.5.0"
 
 
 def test_memory_stands_behind_committed_bytes_and_no_others() -> None:
@@ -163,12 +110,88 @@ def test_pools_grow_and_shrink_on_it(monkeypatch: pytest.MonkeyPatch, layer_firs
     assert sum(drivers[0].mapped.values()) <= (3 if layer_first else 1) * 2 * (2 << 20)
 
 
-def test_the_names_of_the_driver_s_calls_exist() -> None:
-    driver = pytest.importorskip("cuda.bindings.driver")
-    for name in ("MemGetAllocationGranularity", "MemAddressReserve", "MemAddressFree", "MemCreate", "MemMap"):
-        assert callable(getattr(driver, f"cu{name}"))
-    for name in ("MemSetAccess", "MemUnmap", "MemRelease", "DeviceGet", "DeviceGetAttribute"):
-        assert callable(getattr(driver, f"cu{name}"))
+class Calls:
+    """The driver API's calls that `CudaDriver` makes, with the names, types and results of the real bindings."""
+
+    def __init__(self, bindings: Any, host: HostDriver) -> None:
+        self.bindings, self.host = bindings, host
+        self.ok = bindings.CUresult.CUDA_SUCCESS
+        self.mapped: dict[int, Any] = {}
+        self.accessible: set[int] = set()
+        self.held: list[int] = []
+
+    def cuMemGetAllocationGranularity(self, properties: Any, flags: Any) -> Any:
+        assert flags == self.bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return self.ok, self.host.granularity
+
+    def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> Any:
+        return self.ok, self.bindings.CUdeviceptr(self.host.reserve(size))
+
+    def cuMemAddressFree(self, address: int, size: int) -> Any:
+        self.host.free(address, size)
+        return (self.ok,)
+
+    def cuMemCreate(self, size: int, properties: Any, flags: int) -> Any:
+        assert properties.type == self.bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        assert (properties.location.id, flags) == (1, 0)
+        if size > self.host.left:
+            return self.bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        self.held.append(len(self.held))
+        return self.ok, self.held[-1]
+
+    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> Any:
+        assert handle in self.held
+        self.mapped[address] = self.host.map(address, size)
+        return (self.ok,)
+
+    def cuMemSetAccess(self, address: int, size: int, access: list[Any], count: int) -> Any:
+        assert [a.location.id for a in access] == [1] * count
+        assert access[0].flags == self.bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self.accessible.add(address)
+        return (self.ok,)
+
+    def cuMemUnmap(self, address: int, size: int) -> Any:
+        self.host.unmap(address, size, self.mapped.pop(address))
+        self.accessible.remove(address)
+        return (self.ok,)
+
+    def cuMemRelease(self, handle: int) -> Any:
+        self.held.remove(handle)
+        return (self.ok,)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    if BINDINGS.exists():
+        monkeypatch.syspath_prepend(str(BINDINGS))
+    bindings = pytest.importorskip("cuda.bindings.driver", reason=f"`make test` fetches {BINDINGS.name} where it can")
+    made = Calls(bindings, HostDriver(physical_bytes=6 << 20))
+    for name in (name for name in vars(Calls) if name.startswith("cu")):
+        assert callable(getattr(bindings, name))
+        monkeypatch.setattr(bindings, name, getattr(made, name))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, device=None, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(CudaDriver, "synchronize", lambda self: None)
+    monkeypatch.setattr(CudaDriver, "tensor", lambda self, *where: made.host.tensor(*where))
+    return made
+
+
+def test_the_driver_is_asked_for_what_is_committed_and_given_it_back(calls: Calls) -> None:
+    memory = VirtualMemory(CudaDriver(1), 16 << 20)
+    bytes_ = memory.tensor()
+    memory.commit(0, 3 << 20)
+    assert calls.accessible == {memory.address, memory.address + (2 << 20)} == set(calls.mapped)
+    bytes_[: 3 << 20] = 9
+    with pytest.raises(KVError, match=r"cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY on cuda:1; 4194304 bytes"):
+        memory.commit(3 << 20, 9 << 20)
+    assert len(calls.held) == len(calls.mapped) == 2
+    assert (bytes_[: 3 << 20] == 9).all()
+    memory.decommit(1 << 20, 3 << 20)
+    assert calls.accessible == {memory.address}
+    del bytes_, memory
+    gc.collect()
+    assert calls.host.freed
+    assert not calls.held
 
 
 def test_staging_brings_every_array_in_one_copy_to_fixed_addresses() -> None:
@@ -192,3 +215,13 @@ def test_staging_brings_every_array_in_one_copy_to_fixed_addresses() -> None:
     assert [t.data_ptr() for t in b.tensors] == addresses
     with pytest.raises(ValueError, match="cannot share"):
         Staging(first[:1], "cpu", share=a)
+
+
+def test_what_a_forward_made_is_filled_outside_it() -> None:
+    array = np.arange(4)
+    with torch.inference_mode():
+        staging = Staging([array], "cpu")
+    staging.upload()
+    array += 1
+    staging.upload()
+    assert staging.tensors[0].tolist() == [1, 2, 3, 4]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
+from host_device import HostRecorder
 from kvpool.backends.base import Attention
 from kvpool.backends.reference import ReferenceBackend
 from kvpool.backends.triton import TritonBackend
@@ -24,37 +22,6 @@ from kvpool.spec import CacheSpec
 from kvpool.step import Step, StepBuffers
 
 Q, D, N = 4, 32, 8
-
-
-class LaunchRecorder:
-    """Keeps kernel launches with their arguments, as a graph does, and makes them again: no Python of ours runs."""
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Any:
-        with launches() as made:
-            output = run()
-
-        def replay() -> torch.Tensor:
-            for kernel, args, kwargs in made:
-                kernel.run(*args, **kwargs)
-            return output
-
-        return SimpleNamespace(replay=replay)
-
-
-@contextmanager
-def launches() -> Iterator[list[Any]]:
-    made: list[Any] = []
-    original = InterpretedFunction.run
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        made.append((self, args, kwargs))
-        original(self, *args, **kwargs)
-
-    InterpretedFunction.run = run
-    try:
-        yield made
-    finally:
-        InterpretedFunction.run = original
 
 
 def plan_for(lifetime: Lifetime) -> Plan:
@@ -100,33 +67,32 @@ def test_a_recorded_step_answers_for_any_contents_of_its_size(lifetime: Lifetime
         backend.attend(x[: step.total_tokens, 0], (k,), v, D, step, options, out[: step.total_tokens], None)
         return out[: step.total_tokens]
 
-    graphs = DecodeGraphs(forward, 8, LaunchRecorder())
+    recorder = HostRecorder()
+    graphs = DecodeGraphs(forward, 8, recorder)
     cases = [[9, 1, 40, 17], [200, 3, 8, 130], [1, 1], [64, 65, 130], [5, 250, 33, 16]]
-    with launches() as made:
-        for turn, lengths in enumerate(cases):
-            b = buffers[turn % 2]
-            decision = fill(b, lengths, seed=turn)
-            # Everything before this step's token was stored earlier.
-            for s, n in enumerate(lengths):
-                slots = torch.tensor([int(b.arrays.groups[0].block_table[s, p // N]) * N + p % N for p in range(n - 1)])
-                for part in (k, v) if n > 1 else ():
-                    vectors = torch.randn(n - 1, 2, D)
-                    for name, values in part.codec.encode(vectors, part.vector).items():
-                        part.planes[name].tensor[slots // N, :, slots % N] = values
-            pad = graphs.pad_to([1] * len(lengths))
-            assert pad is not None
-            step = Step(b, decision, lambda *_: None, pad).start()
-            backend.begin(step)
-            rows = step.token_ids[: len(lengths)]
-            x[: len(lengths)] = torch.stack([embedding[rows, 0], embedding[rows, 1], embedding[rows, 2]], 1)
-            x[len(lengths) :] = float("nan")
-            before = len(made)
-            got = graphs.forward(step)[: len(lengths)].clone()
-            want = torch.empty(step.total_tokens, Q, D)
-            reference.attend(x[: step.total_tokens, 0], (k,), v, D, step, options, want, None)
-            assert (got - want[: len(lengths)]).abs().max() < 1e-5, f"step {turn}"
-            step.close()
-            assert len(made) > before
+    for turn, lengths in enumerate(cases):
+        b = buffers[turn % 2]
+        decision = fill(b, lengths, seed=turn)
+        # Everything before this step's token was stored earlier.
+        for s, n in enumerate(lengths):
+            slots = torch.tensor([int(b.arrays.groups[0].block_table[s, p // N]) * N + p % N for p in range(n - 1)])
+            for part in (k, v) if n > 1 else ():
+                vectors = torch.randn(n - 1, 2, D)
+                for name, values in part.codec.encode(vectors, part.vector).items():
+                    part.planes[name].tensor[slots // N, :, slots % N] = values
+        pad = graphs.pad_to([1] * len(lengths))
+        assert pad is not None
+        step = Step(b, decision, lambda *_: None, pad).start()
+        backend.begin(step)
+        rows = step.token_ids[: len(lengths)]
+        x[: len(lengths)] = torch.stack([embedding[rows, 0], embedding[rows, 1], embedding[rows, 2]], 1)
+        x[len(lengths) :] = float("nan")
+        got = graphs.forward(step)[: len(lengths)].clone()
+        want = torch.empty(step.total_tokens, Q, D)
+        reference.attend(x[: step.total_tokens, 0], (k,), v, D, step, options, want, None)
+        assert (got - want[: len(lengths)]).abs().max() < 1e-5, f"step {turn}"
+        step.close()
+    assert recorder.num_replays == len(cases) - 2
     assert set(graphs._recordings) == {4, 2}
     assert step.buffers.root is first
 
@@ -145,7 +111,7 @@ def test_a_recorded_step_takes_every_sequence_s_state_on_whatever_slots_it_has()
         backend.write_states(part, step.groups[0].write_slots, states)
         return states
 
-    graphs = DecodeGraphs(forward, 8, LaunchRecorder())
+    graphs = DecodeGraphs(forward, 8, HostRecorder())
     random = torch.Generator().manual_seed(0)
     for count in (3, 4, 3):
         slots = torch.randperm(24, generator=random)[: 2 * count].int()
@@ -164,8 +130,29 @@ def test_a_recorded_step_takes_every_sequence_s_state_on_whatever_slots_it_has()
     assert set(graphs._recordings) == {4}
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x * x[0].item(),
+        lambda x: x[x > 0],
+        lambda x: x + torch.tensor([1.0, 2.0]),
+    ],
+    ids=["a number read", "a mask", "a number brought"],
+)
+def test_a_pass_that_makes_the_host_wait_is_not_recorded(forward: Any) -> None:
+    with pytest.raises(AssertionError, match="makes the host wait"):
+        HostRecorder().record(lambda: forward(torch.ones(2)))
+
+
+def test_a_recorded_pass_finds_new_contents_at_the_old_addresses() -> None:
+    x, total = torch.ones(3), torch.zeros(3)
+    recording = HostRecorder().record(lambda: total.add_(x[1:].sum() * x).clone() + 1)
+    x.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    assert recording.replay().tolist() == [2 + 5 + 1, 2 + 10 + 1, 2 + 15 + 1]
+
+
 def test_steps_that_are_no_decode_steps_are_not_padded() -> None:
-    graphs = DecodeGraphs(lambda step: torch.empty(0), 20, LaunchRecorder())
+    graphs = DecodeGraphs(lambda step: torch.empty(0), 20, HostRecorder())
     assert graphs.sizes == (1, 2, 4, 8, 12, 16, 20)
     assert graphs.pad_to([1] * 9) == (12, 12)
     assert graphs.pad_to([1, 2]) is None

@@ -25,6 +25,7 @@ class Staging:
         share: A staging of arrays of the same shapes, whose tensors are to be these ones' as well.
     """
 
+    @torch.inference_mode(False)  # a forward that makes one is in that mode, and the steps that fill it again are not
     def __init__(self, arrays: Sequence[npt.NDArray[np.generic]], device: str, share: Staging | None = None) -> None:
         self._arrays = tuple(arrays)
         offsets, size = [], 0
