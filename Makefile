@@ -5,6 +5,7 @@
 
 VENV := .venv
 OLDEST_TRANSFORMERS := 5.22.0
+GPU_PEERS := build/triton-3.6.0 build/cuda-bindings-13.5.0
 PYTHON_VENV := $(VENV)/bin/python
 BIN := $(CURDIR)/$(VENV)/bin
 PACKAGES := $(VENV)/.packages
@@ -15,7 +16,7 @@ NATIVE_SOURCES = $(shell find native -name '*.cpp' -o -name '*.hpp')
 run: build
 	$(VENV)/bin/kvpool run
 
-test: build
+test: build $(GPU_PEERS)
 	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu"
 
 check: lint types build
@@ -26,7 +27,7 @@ sanitize: $(PACKAGES) build/build.ninja
 	@$(BIN)/cmake --build build --target native_tests
 	build/native_tests
 
-slow: build
+slow: build $(GPU_PEERS)
 	$(PYTHON_VENV) -m pytest -m "slow and not gpu"
 
 gpu: build
@@ -39,6 +40,11 @@ soak: build
 build/transformers-oldest: | $(PACKAGES)
 	$(PYTHON_VENV) -m pip install --quiet --no-deps --no-compile --target $@.part transformers==$(OLDEST_TRANSFORMERS)
 	mv $@.part $@
+
+# What tests of the GPU backend use beside what is installed; they say what is missing where it cannot be fetched.
+$(GPU_PEERS): | $(PACKAGES)
+	rm -rf $@.part
+	-name=$(@F); $(PYTHON_VENV) -m pip install --quiet --no-compile --target $@.part $${name%-*}==$${name##*-} && mv $@.part $@
 
 test-transformers: build build/transformers-oldest
 	PYTHONPATH=src $(PYTHON_VENV) -m pytest -m "not slow" tests/transformers tests/engine

@@ -143,6 +143,38 @@ WIDE_LOAD = re.compile(
 LOAD = re.compile(r"(ld\.global[\w.:]*|cp\.async\.c[ag]\.shared\.global)")
 
 
+#: Constants, arguments and results of 32 bits in Triton's first form.
+CONSTANT = re.compile(r"(%[\w.]+) = arith\.constant (?:dense<)?(-?\d+)>? : (?:tensor<[\dx]+x)?i32")
+ARGUMENT = re.compile(r"(%[\w.]+): i32")
+RESULT = re.compile(
+    r"(%[\w.]+) = (arith\.muli|arith\.addi|tt\.splat|tt\.broadcast|tt\.expand_dims) (%[\w.#]+)(?:, (%[\w.#]+))?"
+    r"[^\n]*[ x]i32>? loc"
+)
+#: A factor from which on a product is no count of heads, rows or tokens of a tile any more.
+STRIDE = 4096
+
+
+def narrow_products(ttir: str) -> list[str]:
+    """Return the products of 32 bits with a stride: an argument, or constants that together are as large as one.
+
+    A block id times the stride of a block passes 2^31 elements in a few thousand blocks.
+    """
+    strides = {name: abs(int(value)) for name, value in CONSTANT.findall(ttir)}
+    strides |= {name: STRIDE for line in ttir.splitlines() if "tt.func" in line for name in ARGUMENT.findall(line)}
+    grown: dict[str, int] = {}  # by how much what was multiplied stands for more than a count
+    found = []
+    for name, operation, a, b in RESULT.findall(ttir):
+        if operation == "arith.muli":
+            grown[name] = (strides.get(a) or grown.get(a, 1)) * (strides.get(b) or grown.get(b, 1))
+            found += [name] if grown[name] >= STRIDE else []
+        elif operation == "arith.addi":
+            grown[name] = max(grown.get(a, 1), grown.get(b, 1))
+        else:
+            grown[name] = grown.get(a, 1)
+            strides |= {name: strides[a]} if a in strides else {}
+    return found
+
+
 def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
     """Compile one launch and return what it uses."""
     source, options = launch.source()
@@ -159,6 +191,7 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
         "wgmma": "wgmma.mma_async" in ptx,
         "fused": len(re.findall(r"\bfma\.rn\.f32\b", ptx)),
         "flushed": len(re.findall(r"\.ftz\.", ptx)),
+        "narrow": narrow_products(compiled.asm["ttir"]),
         "seconds": round(time.perf_counter() - started, 2),
     }
 
@@ -196,11 +229,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression on variant names")
     parser.add_argument("--full", action="store_true", help="the whole product, not a choice of it")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth, from the Ith")
     parser.add_argument("--max-registers", type=int, default=None, help="registers a thread may have")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)  # this process is copied, which threads do not survive
-    found = find_launches(options.capability, options.only, options.full)
+    first, step = options.part
+    found = find_launches(options.capability, options.only, options.full)[first::step]
 
     for _, launch in found:
         if options.max_registers is not None:

@@ -33,13 +33,12 @@ KINDS: dict[str, Any] = {
     "index of two scales": (LATENT, IndexerKind(256, 128)),
     "index of odd pieces": (LATENT, IndexerKind(96, 48)),
 }
-CELLS = [(kind, codec, layout) for kind in KINDS for codec in CODECS for layout in LAYOUTS]
-#: Every second pair of kind and codec, in a layout by turns.
-QUICK = [
-    (kind, codec, list(LAYOUTS)[(i + j) // 2 % 2])
+#: Among the quick tests is every second pair of kind and codec, in a layout by turns.
+CELLS = [
+    pytest.param(kind, codec, layout, marks=() if (i + j) % 2 and (i + j) // 2 % 2 == n else pytest.mark.long)
     for i, kind in enumerate(KINDS)
     for j, codec in enumerate(CODECS)
-    if (i + j) % 2
+    for n, layout in enumerate(LAYOUTS)
 ]
 LIFETIMES = (FULL, Lifetime(window=8), Lifetime(window=8, sink_tokens=2), Lifetime(chunk=8))
 
@@ -98,7 +97,8 @@ def attend(scene: Scene, backend: TritonBackend, k: tuple[Any, ...], v: Any, v_d
         assert torch.equal(a, b)
 
 
-def check(kind: str, codec: str, layout: str) -> None:
+@pytest.mark.parametrize(("kind", "codec", "layout"), CELLS)
+def test_a_cell_of_triton_says_what_its_kernels_do(kind: str, codec: str, layout: str) -> None:
     scene = scene_of(kind, codec, layout)
     reason = support.refusal("triton", scene.pools.plan)
     if reason:
@@ -106,17 +106,6 @@ def check(kind: str, codec: str, layout: str) -> None:
             run(scene)
     else:
         run(scene)
-
-
-@pytest.mark.parametrize(("kind", "codec", "layout"), QUICK)
-def test_a_cell_of_triton_says_what_its_kernels_do(kind: str, codec: str, layout: str) -> None:
-    check(kind, codec, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "codec", "layout"), CELLS)
-def test_every_cell_of_triton_says_what_its_kernels_do(kind: str, codec: str, layout: str) -> None:
-    check(kind, codec, layout)
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if not name.startswith("index")])

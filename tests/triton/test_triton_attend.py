@@ -64,7 +64,7 @@ def test_a_latent_and_a_rope_part_of_another_codec_agree() -> None:
     attend(scene, parts, parts[0], 256, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["kv", "latent", "wide", "split"])
 @pytest.mark.parametrize("codec", KV_CODECS)
@@ -86,7 +86,7 @@ def test_every_codec_kind_and_layout_agrees(codec: str, kind: str, layout: str) 
             attend(scene, (latent,), latent, spec.kv_lora_rank, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("v", KV_CODECS)
 @pytest.mark.parametrize("k", KV_CODECS)
 def test_every_codec_of_keys_goes_with_every_codec_of_values(k: str, v: str) -> None:

@@ -80,7 +80,7 @@ def test_every_codec_writes_and_reads_to_the_bit(codec: str) -> None:
     check(scene, part)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["kv", "latent", "wide"])

@@ -78,7 +78,8 @@ def attend_kernel(
     tile = tl.load(item + 1)
     kv_start = tl.load(item + 2)
     kv_stop = tl.load(item + 3)
-    slot = tl.load(item + 4).to(tl.int64)
+    if not SHARED_V:
+        slot = tl.load(item + 4).to(tl.int64)
     head = head_tile // HEAD_TILES
     first_row = tl.load(cu_seqlens + sequence)
     num_rows = tl.load(cu_seqlens + sequence + 1) - first_row
@@ -122,8 +123,9 @@ def attend_kernel(
         if SPARSE:
             kv_slot = tl.load(indices + (first_row + tile).to(tl.int64) * indices_stride + j, mask=held, other=-1)
             held = kv_slot >= 0
-            block = tl.where(held, kv_slot // TOKENS_PER_BLOCK, 0)
-            inside = tl.where(held, kv_slot % TOKENS_PER_BLOCK, 0)
+            kv_slot = tl.where(held, kv_slot, 0)
+            block = (kv_slot // TOKENS_PER_BLOCK).to(tl.int32)
+            inside = (kv_slot % TOKENS_PER_BLOCK).to(tl.int32)
         else:
             if WINDOW > 0:
                 held = held & ((j >= lowest) | (j < SINK_TOKENS))
@@ -223,6 +225,8 @@ def attend_kernel(
             summed = summed + (piece,)
         accs = summed
 
+    if SHARED_V:  # not before, as latents leave the loop no register for it
+        slot = tl.load(item + 4).to(tl.int64)
     for i in tl.static_range(V_PIECES):
         column = i * V_WIDTH + tl.arange(0, V_WIDTH)
         acc = accs[i] * v_constant

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from kvpool.backends.base import Attention
 from kvpool.backends.triton import schedule
@@ -206,14 +205,13 @@ class TritonBackend:
         call = self._call(k, v, v_dim, q.dtype, q.shape[1])
         work = self._work[step.buffers]
         sparse = 0 if options.indices is None else options.indices.shape[1]
-        exactly = call.constants["DTYPE"] == tl.float32 and call.constants["PRECISION"] == "ieee"
         narrow = call.tensors[0].element_size() == 1
         shape = choose_shape(
             call.group,
             call.key_width,
             call.v_width,
             narrow,
-            exactly,
+            call.products,
             work.max_rows,
             sparse > 0,
             options.tree is not None,

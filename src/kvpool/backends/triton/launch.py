@@ -31,10 +31,15 @@ def power(n: int, least: int = 1) -> int:
 
 
 def strides(plane: Plane | None, prefix: str) -> dict[str, int]:
-    """Return a plane's strides (b, h, n) in containers, as kernel constants; zeros for a missing plane."""
+    """Return a plane's strides (b, h, n) in containers, as kernel constants.
+
+    A missing plane has zeros, and so has the only head, whose stride multiplies nothing: both layouts of a latent are
+    one kernel.
+    """
     if plane is None:
         return {f"{prefix}_{axis}": 0 for axis in "BHN"}
-    return {f"{prefix}_{axis}": s for axis, s in zip("BHN", plane.tensor.stride(), strict=False)}
+    sizes = zip("BHN", plane.tensor.shape, plane.tensor.stride(), strict=False)
+    return {f"{prefix}_{axis}": 0 if axis == "H" and size == 1 else stride for axis, size, stride in sizes}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +154,7 @@ class Shape:
 
 
 def choose_shape(
-    group: int, key_width: int, v_width: int, narrow: bool, exactly: bool, max_rows: int, sparse: bool, tree: bool,
+    group: int, key_width: int, v_width: int, narrow: bool, products: str, max_rows: int, sparse: bool, tree: bool,
     tile_rows: int = 128,
 ) -> Shape:  # fmt: skip
     """Choose tile sizes; the compile tests hold them to no spilled register.
@@ -159,12 +164,13 @@ def choose_shape(
         key_width: Elements of a key, padded.
         v_width: Elements of a value, padded.
         narrow: Keys are stored in bytes and widened in registers.
-        exactly: Products are made in fp32, without tensor cores.
+        products: `exact`, without tensor cores; `tf32`, operands of 32 bits; or `short`.
         max_rows: Most rows any sequence of the step has.
         sparse: Rows have slots of their own, so that a tile is one token.
         tree: Rows have masks, words of which are read for every row and token: drafts are few.
         tile_rows: Most rows of a tile on this target.
     """
+    exactly = products == "exact"
     wide = max(key_width, v_width) > 256
     most = 16 if exactly else 32 if wide or tree else tile_rows
     block_m = min(power(group if sparse else group * max_rows, 16), most)
@@ -173,10 +179,13 @@ def choose_shape(
     if exactly:
         return Shape(block_m, 32 if wide else 16, tile_heads, tile_tokens, 8, 2)
     if wide:
-        return Shape(block_m, 32 if narrow and block_m > 16 else 64, tile_heads, tile_tokens, 8, 2)
-    long = key_width > 128
-    block_n = 32 if long and block_m == tile_rows else 64
-    return Shape(block_m, block_n, tile_heads, tile_tokens, 8 if block_m == tile_rows else 4, 2 if long else 3)
+        short = narrow and block_m > 16
+        return Shape(block_m, 32 if short else 64, tile_heads, tile_tokens, 8, 3 if short and sparse else 2)
+    long, double = key_width > 128, products == "tf32"
+    block_n = 32 if double or (long and block_m == tile_rows) else 64
+    # Loads of a third turn take registers that long keys, slots and many rows of widened codes leave none.
+    full = long or sparse or (narrow and block_m > 32)
+    return Shape(block_m, block_n, tile_heads, tile_tokens, 8 if block_m == tile_rows else 4, 2 if full else 3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,6 +212,13 @@ class AttendArguments:
     group: int
     num_heads: int
     table_group: int
+
+    @property
+    def products(self) -> str:
+        """How products are made, as `choose_shape` takes it."""
+        if self.constants["DTYPE"] != tl.float32:
+            return "short"
+        return "exact" if self.constants["PRECISION"] == "ieee" else "tf32"
 
 
 def _split(dim: int) -> tuple[int, int]:
