@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from targets import verdicts
 
 CHECK = Path(__file__).parent / "check"
-
-pytestmark = pytest.mark.long
 
 
 def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -20,6 +22,45 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
     return subprocess.run([sys.executable, str(CHECK), *arguments], capture_output=True, text=True, env=given)
 
 
+def figures(decode_us: dict[str, float], peer: float = 1.0, share: float = 0.9) -> tuple[list[dict], list[dict]]:
+    """Rows of a run: bytes at so large a share of the copy rate, decode in so many microseconds, and FlashInfer's."""
+    memory = [{"case": f"{case} kv 8x128", "codec": "bf16", "of_copy": share} for case in ("write", "read")]
+    attention = []
+    for case, codecs in (("decode", decode_us), ("mla", {"bf16": 50.0})):
+        for codec, us in codecs.items():
+            shape = {"case": case, "codec": codec, "batch": 64, "context": 8192, "rows": 1, "heads": 64}
+            row = {**shape, "us": us, "gb_s": 2**31 / us / 1e3, "vs_bf16": decode_us["bf16"] / us}
+            attention += [{**row, "backend": "triton"}, {**row, "backend": "flashinfer", "us": us * peer}]
+    return memory, attention
+
+
+def results(*rows: Any, device: str = "NVIDIA H200") -> list[str]:
+    return [verdict.result for verdict in verdicts(device, *rows)]
+
+
+FAST = {"bf16": 540.0, "fp8": 320.0, "int8": 330.0, "nvfp4": 220.0}
+
+
+def test_speeds_that_were_asked_for_are_seen_or_missed_each_by_itself() -> None:
+    assert results(*figures(FAST)) == ["ok"] * 8
+    assert results(*figures(FAST, share=0.84)) == ["MISSED"] * 2 + ["ok"] * 6
+    slow = {"bf16": 600.0, "fp8": 380.0, "int8": 370.0, "nvfp4": 260.0}
+    assert results(*figures(slow)) == ["ok", "ok", "MISSED", "MISSED", "ok", "MISSED", "ok", "ok"]
+    assert results(*figures(FAST, peer=0.95)) == ["ok"] * 6 + ["MISSED", "ok"]
+    assert results(*figures(FAST, peer=0.9)) == ["ok"] * 6 + ["MISSED", "MISSED"]
+
+
+def test_a_speed_without_a_figure_is_not_run() -> None:
+    assert results([], []) == ["not run"] * 8
+    assert results(*figures(FAST), device="NVIDIA A100") == ["ok", "ok", "not run"] + ["ok"] * 5
+    memory, attention = figures(FAST)
+    alone = [row for row in attention if row["backend"] == "triton"]
+    assert results(memory, alone) == ["ok"] * 6 + ["not run"] * 2
+    broken = [{**row, "error": "out of memory"} if row["codec"] == "fp8" else row for row in alone]
+    assert results(memory, broken)[3] == "not run"
+
+
+@pytest.mark.long
 def test_blocks_beyond_two_billion_elements_are_where_they_should_be(tmp_path: Path) -> None:
     done = run("--dry-run", "--out", str(tmp_path), "--only", "high_ids")
     assert not done.returncode, done.stdout + done.stderr
@@ -27,6 +68,7 @@ def test_blocks_beyond_two_billion_elements_are_where_they_should_be(tmp_path: P
     assert [(c["check"], c["result"]) for c in checks] == [("high_ids", "ok")]
 
 
+@pytest.mark.long
 def test_what_is_missing_is_said_in_a_line_each_and_stops_no_other_check(tmp_path: Path) -> None:
     (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(\"No module named 'transformers'\")\n")
     without = {"PYTHONPATH": str(tmp_path)}
@@ -41,6 +83,23 @@ def test_what_is_missing_is_said_in_a_line_each_and_stops_no_other_check(tmp_pat
     assert "No module named 'transformers'" in results["steps_in_flight"]["detail"]
 
 
+@pytest.mark.long
+def test_what_is_carried_is_unpacked_beside_the_package(tmp_path: Path) -> None:
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    (tmp_path / "__init__.py").write_text("")
+    with tarfile.open(carried / "flashinfer.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "__init__.py", "flashinfer/__init__.py")
+    with zipfile.ZipFile(carried / "gguf-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("gguf/__init__.py", "")
+    done = run("--dry-run", "--out", str(tmp_path), "--carried", str(carried), "--only", "memory")
+    assert not done.returncode, done.stdout + done.stderr
+    assert not [
+        line for line in done.stdout.splitlines() if line.startswith(("not here: flashinfer", "not here: gguf"))
+    ]
+
+
+@pytest.mark.long
 def test_a_folder_that_is_too_large_or_none_is_refused_in_one_line(tmp_path: Path) -> None:
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(60_000_001)
