@@ -207,7 +207,7 @@ inline void attend_tile(Work& w, const Tile& tile, int h, uint64_t all, uint64_t
   accumulate(w, tile, h, tokens, v, pitch, all, any);
 }
 
-// Walks the tiles of [token_begin, token_end) for the rows and heads of `w`; `attend` is attend_tile or the like.
+// Walks the tiles of [token_begin, token_end) for the rows and heads of `w`; `attend(w, tile, all, any)` does a tile.
 template <class Attend>
 inline void walk_positions(Work& w, Attend&& attend) {
   const AttendArgs& a = *w.args;
@@ -240,7 +240,7 @@ inline void walk_positions(Work& w, Attend&& attend) {
     any &= tile.present;
     if (any == 0) continue;
     for (int i = 0; i < w.num_rows; ++i) all &= w.masks[i] &= any;
-    for (int h = 0; h < w.num_heads; ++h) attend(w, tile, h, all, any);
+    attend(w, tile, all, any);
   }
 }
 
@@ -257,7 +257,7 @@ inline void walk_indices(Work& w, Attend&& attend) {
     tile_of_slots(*a.k[0], slots, start, imin(kTile, end - start), tile);
     if (tile.present == 0) continue;
     w.masks[0] = tile.present;
-    for (int h = 0; h < w.num_heads; ++h) attend(w, tile, h, tile.present, tile.present);
+    attend(w, tile, tile.present, tile.present);
   }
 }
 
@@ -312,7 +312,7 @@ inline void each_pass(const AttendArgs& a, int item, int head_block, int pitch, 
   w.k_dim = a.k[0]->dim + (a.num_k > 1 ? a.k[1]->dim : 0);
   w.k_pitch = round_up(w.k_dim, pitch);
   w.v_pitch = round_up(a.v_dim, pitch);
-  const int each = heads_per_item(a);
+  const int each = a.heads_together;
   const int head_end = imin((head_block + 1) * each, a.k[0]->num_heads);
   const int total_rows = w.item->row_end - w.item->row_begin;
   const int most = a.indices != nullptr ? 1 : imax(1, kMaxRows / w.group);
@@ -343,7 +343,9 @@ inline void attend_item(const AttendArgs& a, int item, int head_block, Scratch& 
     carve(w, scratch);
     begin(w);
     clear_tiles(w);
-    walk(w, attend_tile);
+    walk(w, [](Work& w, const Tile& tile, uint64_t all, uint64_t any) {
+      for (int h = 0; h < w.num_heads; ++h) attend_tile(w, tile, h, all, any);
+    });
     end(w);
   });
 }

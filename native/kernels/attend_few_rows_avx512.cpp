@@ -12,27 +12,47 @@ struct Bf16Work {
   FewRows keys, values;  // what serves K and V
   // Queries that maps changed are the sum of two bf16 numbers, so that nothing is lost.
   bool two_parts;
-  uint16_t *q, *q_rest, *p;  // [heads][num_queries], in the order of `keys`; [kFewRows][64]
-  float *s, *s_rest;         // [kFewRows][64]
-  int num_queries;           // numbers that one head's queries are, padding included
-  alignas(64) float k_factor[kTile];
-  CodeRows k_codes, v_codes;
+  uint16_t *q, *q_rest;  // [heads][num_queries], in the order of `keys`
+  int num_queries;       // numbers that one head's queries are, padding included
+  float *s, *s_rest;     // [heads][kFewRows][64], [kFewRows][64]
+  uint16_t* p;           // [heads][kFewRows][64]
+  float *q_unit, *unit;  // [heads][kFewRows]: what queries and probabilities in int16 are multiples of, or 1
+  CodeRows codes;
   Stream ahead;
+
+  float* scores(int h) const { return s + int64_t{h} * kFewRows * kTile; }
+  uint16_t* probabilities(int h) const { return p + int64_t{h} * kFewRows * kTile; }
 };
 
-// The factors of a tile's scores, in units of log2: of one row's softmax, shared by all rows.
-inline void begin_scores(const Work& w, Bf16Work& b) {
-  const __m512 unit = _mm512_set1_ps(w.args->softcap > 0 ? w.args->scale : w.args->scale * kLog2e);
-  for (int i = 0; i < kTile; i += 16)
-    _mm512_store_ps(b.k_factor + i,
-                    b.k_codes.has_factor ? _mm512_mul_ps(unit, _mm512_load_ps(b.k_codes.factor + i)) : unit);
+// Probabilities of one row in one of the forms: fp32 in the place of the scores, int16 in units of the largest.
+template <int N, Form form>
+inline void store_probabilities(const __m512 (&x)[N], float* s, uint16_t* p, float& unit) {
+  __m512 scale = splat(1.0f);
+  if constexpr (form == Form::int16) {
+    __m512 top = x[0];
+    for (int i = 1; i < N; ++i) top = _mm512_max_ps(top, x[i]);
+    const float highest = _mm512_reduce_max_ps(top), most = 32767.0f;
+    unit = highest / most;
+    scale = splat(highest > 0x1p-100f ? most / highest : 0.0f);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < N; ++i) {
+    const auto to = reinterpret_cast<__m256i*>(p + 16 * i);
+    if constexpr (form == Form::fp32) {
+      _mm512_store_ps(s + 16 * i, x[i]);
+    } else if constexpr (form == Form::bf16) {
+      _mm256_store_si256(to, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x[i])));
+    } else {
+      _mm256_store_si256(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(x[i], scale))));
+    }
+  }
 }
 
-// Scores of one row to probabilities, times the values' factors: in bf16, or in place. Tokens not in `mask` become 0.
+// Scores of one row to probabilities, times the values' factors. Tokens not in `mask` become 0.
 // The maximum is renewed only when a score passes it by 2^8: neither sum nor output can overflow before that.
-template <int N>
-inline void softmax_row_bf16(const Work& w, const float* k_factor, float* s, uint64_t mask, const float* v_factor,
-                             bool wide, uint16_t* p, float& m, float& l, float* o) {
+template <int N, Form form>
+inline void softmax_row_bf16(const Work& w, const float* k_factor, float q_unit, float* s, uint64_t mask,
+                             const float* v_factor, uint16_t* p, float& unit, float& m, float& l, float* o) {
   __m512 x[N];
   const __m512 limit = _mm512_set1_ps(m * kLog2e + 8.0f);
   const float cap = w.args->softcap;
@@ -40,6 +60,7 @@ inline void softmax_row_bf16(const Work& w, const float* k_factor, float* s, uin
 #pragma GCC unroll 4
   for (int i = 0; i < N; ++i) {
     x[i] = _mm512_mul_ps(_mm512_loadu_ps(s + 16 * i), _mm512_load_ps(k_factor + 16 * i));
+    if (q_unit != 1.0f) x[i] = _mm512_mul_ps(x[i], splat(q_unit));
     if (cap > 0) x[i] = splat(cap * kLog2e) * tanh(Vec(x[i]) * splat(1.0f / cap));
     x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInf), static_cast<__mmask16>(mask >> (16 * i)), x[i]);
     over |= _mm512_cmp_ps_mask(x[i], limit, _CMP_GT_OQ);
@@ -62,36 +83,48 @@ inline void softmax_row_bf16(const Work& w, const float* k_factor, float* s, uin
   for (int i = 0; i < N; ++i) {
     const __m512 e = exp2_fast(_mm512_sub_ps(x[i], shift));
     total = _mm512_add_ps(total, e);
-    const __m512 scaled = _mm512_maskz_mul_ps(static_cast<__mmask16>(mask >> (16 * i)), e,
-                                              v_factor != nullptr ? _mm512_load_ps(v_factor + 16 * i) : splat(1.0f));
-    if (wide) {
-      _mm512_store_ps(s + 16 * i, scaled);
-    } else {
-      _mm256_store_si256(reinterpret_cast<__m256i*>(p + 16 * i), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(scaled)));
-    }
+    x[i] = _mm512_maskz_mul_ps(static_cast<__mmask16>(mask >> (16 * i)), e, _mm512_load_ps(v_factor + 16 * i));
   }
+  store_probabilities<N, form>(x, s, p, unit);
   l += _mm512_reduce_add_ps(total);
 }
 
-template <int N>
-inline void softmax_rows_bf16(Work& w, const Bf16Work& b, int h, const float* v_factor) {
+template <int N, Form form>
+inline void softmax_rows_bf16(Work& w, const Bf16Work& b, int h, const float* k_factor, const float* v_factor) {
   for (int r = 0; r < w.rows; ++r) {
-    const int64_t at = int64_t{h} * w.rows + r;
-    softmax_row_bf16<N>(w, b.k_factor, b.s + int64_t{r} * kTile, w.masks[r / w.group], v_factor, b.values.wide,
-                        b.p + int64_t{r} * kTile, w.m[at], w.l[at], w.output(h, r));
+    const int64_t at = int64_t{h} * w.rows + r, place = int64_t{h} * kFewRows + r, row = int64_t{r} * kTile;
+    softmax_row_bf16<N, form>(w, k_factor, b.q_unit[place], b.scores(h) + row, w.masks[r / w.group], v_factor,
+                              b.probabilities(h) + row, b.unit[place], w.m[at], w.l[at], w.output(h, r));
   }
 }
 
-inline void softmax_bf16(Work& w, const Bf16Work& b, int h, int tokens, const float* v_factor) {
+template <Form form>
+inline void softmax_bf16(Work& w, const Bf16Work& b, const Tile& tile, int h, int tokens) {
+  alignas(64) float k_factor[kTile], v_factor[kTile];
+  // Scores become units of log2.
+  token_factors(*w.args->k[0], tile, w.head + h, w.args->softcap > 0 ? w.args->scale : w.args->scale * kLog2e,
+                k_factor);
+  token_factors(*w.args->v, tile, w.head + h, 1.0f, v_factor);
   switch (tokens / 16) {
     case 1:
-      return softmax_rows_bf16<1>(w, b, h, v_factor);
+      return softmax_rows_bf16<1, form>(w, b, h, k_factor, v_factor);
     case 2:
-      return softmax_rows_bf16<2>(w, b, h, v_factor);
+      return softmax_rows_bf16<2, form>(w, b, h, k_factor, v_factor);
     case 3:
-      return softmax_rows_bf16<3>(w, b, h, v_factor);
+      return softmax_rows_bf16<3, form>(w, b, h, k_factor, v_factor);
     default:
-      return softmax_rows_bf16<4>(w, b, h, v_factor);
+      return softmax_rows_bf16<4, form>(w, b, h, k_factor, v_factor);
+  }
+}
+
+inline void softmax_bf16(Work& w, const Bf16Work& b, const Tile& tile, int h, int tokens) {
+  switch (b.values.probabilities) {
+    case Form::bf16:
+      return softmax_bf16<Form::bf16>(w, b, tile, h, tokens);
+    case Form::fp32:
+      return softmax_bf16<Form::fp32>(w, b, tile, h, tokens);
+    case Form::int16:
+      return softmax_bf16<Form::int16>(w, b, tile, h, tokens);
   }
 }
 
@@ -112,8 +145,8 @@ inline bool hides_nonfinite(const Work& w, const Tile& tile, int h, uint64_t all
   return false;
 }
 
-// The next tile's memory, to be fetched during this one: heads walked together share one walk through it.
-inline void begin_ahead(Work& w, Bf16Work& b) {
+// The next tile's memory, to be fetched during this one: half a tile ahead was a fifth slower for bf16.
+inline void begin_ahead(const Work& w, Bf16Work& b) {
   b.ahead.clear();
   if (w.ahead == nullptr) return;
   const auto add = [&](const Store& s) {
@@ -125,42 +158,74 @@ inline void begin_ahead(Work& w, Bf16Work& b) {
   if (!w.shares_kv()) add(*w.args->v);
 }
 
-inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, int h, uint64_t all, uint64_t any) {
+// True when a token's factor is NaN or inf.
+inline bool has_nonfinite_factor(const Store& s, const Tile& tile, int head) {
+  if (s.scale.base == nullptr) return false;
+  alignas(64) float factor[kTile];
+  token_factors(s, tile, head, 0.0f, factor);
+  __mmask16 found = 0;
+  for (int i = 0; i < kTile; i += 16)
+    found |= _mm512_cmp_ps_mask(_mm512_load_ps(factor + i), _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  return found != 0;
+}
+
+// True when a head's part of a tile has what only the exact path keeps apart: NaN scales, or a value that is NaN or
+// inf and that some row does not see.
+inline bool needs_exact(const Work& w, const Bf16Work& b, const Tile& tile, int h, uint64_t all) {
+  const Store &k = *w.args->k[0], &v = *w.args->v;
+  const int head = w.head + h;
+  return (all != tile.present && hides_nonfinite(w, tile, h, all)) || has_nan_scale(k, tile, head) ||
+         has_nan_scale(v, tile, head) || (b.values.probabilities == Form::int16 && has_nonfinite_factor(v, tile, head));
+}
+
+// Scores of all heads, then probabilities, then values: memory is read in order, and no head waits for its softmax.
+inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, uint64_t all, uint64_t any) {
   const AttendArgs& a = *w.args;
   const Store &k = *a.k[0], &v = *a.v;
   const int tokens = round_up(64 - __builtin_clzll(any), 16);
-  if (h == 0) begin_ahead(w, b);
-  if ((all != tile.present && hides_nonfinite(w, tile, h, all)) || has_nan_scale(k, tile, w.head + h) ||
-      has_nan_scale(v, tile, w.head + h)) {
-    clear_tiles(w);
-    attend_tile(w, tile, h, all, any);  // keeps what a row does not see out of its sums, and NaN where it belongs
-    return;
+  uint32_t exact = 0;
+  for (int h = 0; h < w.num_heads; ++h)
+    if (needs_exact(w, b, tile, h, all)) exact |= 1u << h;
+  if (exact != 0) clear_tiles(w);
+
+  begin_ahead(w, b);
+  const int half = b.ahead.share(2 * w.num_heads), calls = w.v_pitch / 64 * b.values.calls;
+  for (int h = 0; h < w.num_heads; ++h) {
+    if (exact >> h & 1) {
+      attend_tile(w, tile, h, all, any);
+      continue;
+    }
+    code_rows(k, tile, w.head + h, b.codes);
+    const int64_t at = int64_t{h} * b.num_queries;
+    float* s = b.scores(h);
+    b.keys.scores(k, b.q + at, b.codes, tokens, w.k_dim, s, b.ahead, (half + kTile / 2) / kTile);
+    if (b.two_parts) {
+      b.keys.scores(k, b.q_rest + at, b.codes, tokens, w.k_dim, b.s_rest, b.ahead, 0);
+      for (int i = 0; i < w.rows * kTile; i += W) store(s + i, load(s + i) + load(b.s_rest + i));
+    }
   }
-  const int half = b.ahead.share(2 * w.num_heads);
-  code_rows(k, tile, w.head + h, b.k_codes);
-  if (!w.shares_kv()) code_rows(v, tile, w.head + h, b.v_codes);
-  const CodeRows& codes = w.shares_kv() ? b.k_codes : b.v_codes;
-  const int64_t at = int64_t{h} * b.num_queries;
-  b.keys.scores(k, b.q + at, b.k_codes, tokens, w.k_dim, b.s, b.ahead, (half + 63) / 64);
-  if (b.two_parts) {
-    b.keys.scores(k, b.q_rest + at, b.k_codes, tokens, w.k_dim, b.s_rest, b.ahead, 0);
-    for (int i = 0; i < w.rows * kTile; i += W) store(b.s + i, load(b.s + i) + load(b.s_rest + i));
+
+  for (int h = 0; h < w.num_heads; ++h)
+    if (!(exact >> h & 1)) softmax_bf16(w, b, tile, h, tokens);
+
+  for (int h = 0; h < w.num_heads; ++h) {
+    if (exact >> h & 1) continue;
+    if (!w.shares_kv()) code_rows(v, tile, w.head + h, b.codes);
+    b.values.values(v, {b.probabilities(h), b.scores(h), b.unit + int64_t{h} * kFewRows}, b.codes, tokens, a.v_dim,
+                    w.output(h, 0), w.v_pitch, w.rows, b.ahead, (half + calls / 2) / calls);
   }
-  begin_scores(w, b);
-  softmax_bf16(w, b, h, tokens, codes.has_factor ? codes.factor : nullptr);
-  const int calls = w.v_pitch / 64 * b.values.calls;
-  b.values.values(v, {b.p, b.s}, codes, tokens, a.v_dim, w.output(h, 0), w.v_pitch, w.rows, b.ahead,
-                  (half + calls - 1) / calls);
+  b.ahead.fetch(b.ahead.left());
 }
 
 inline void carve_bf16(Work& w, Bf16Work& b, Scratch& scratch) {
   const Store& k = *w.args->k[0];
-  b.two_parts = k.has_maps();
   b.keys = few_rows(k, w.rows);
+  b.two_parts = k.has_maps() && b.keys.queries == Form::bf16;
   b.values = few_rows(*w.args->v, w.rows);
-  b.num_queries = 2 * b.keys.rows * round_up(w.k_dim, b.keys.dims);
-  const int64_t queries = int64_t{w.num_heads} * b.num_queries, scores = kFewRows * kTile;
-  uint8_t* p = carve(w, scratch, 2 * 2 * queries + 2 * 4 * scores + 2 * scores);
+  b.num_queries = round_up(b.keys.copies * b.keys.rows * round_up(w.k_dim, b.keys.dims), 32);
+  const int64_t queries = int64_t{w.num_heads} * b.num_queries, some = kFewRows * kTile, scores = w.num_heads * some;
+  const int64_t units = int64_t{w.num_heads} * kFewRows;
+  uint8_t* p = carve(w, scratch, 2 * 2 * queries + 4 * (scores + some) + 2 * scores + 2 * 4 * units);
   const auto take = [&p](auto*& place, int64_t count) {
     place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(p);
     p += count * static_cast<int64_t>(sizeof(*place));
@@ -168,36 +233,59 @@ inline void carve_bf16(Work& w, Bf16Work& b, Scratch& scratch) {
   take(b.q, queries);
   take(b.q_rest, queries);
   take(b.s, scores);
-  take(b.s_rest, scores);
+  take(b.s_rest, some);
   take(b.p, scores);
+  take(b.q_unit, units);
+  take(b.unit, units);
 }
 
-// Queries in bf16 without the scale, which multiplies the scores: a bf16 query stays exact. [head][piece][row], both
-// halves of a vector alike; rows and elements there are none of are zero.
+// A query's elements become whole numbers of int16; returns what they are multiples of, NaN where one was not finite.
+inline float to_int16(float* x, int dim) {
+  uint32_t largest = 0;
+  for (int i = 0; i < dim; ++i) largest = magnitude(x[i]) > largest ? magnitude(x[i]) : largest;
+  const float most = 32767.0f, highest = std::bit_cast<float>(largest);
+  const float scale = largest < kInfBits && highest > 0x1p-100f ? most / highest : 0.0f;
+  for (int i = 0; i < dim; ++i) x[i] = scale > 0 ? std::nearbyint(x[i] * scale) : 0.0f;
+  return largest < kInfBits ? highest / most : std::numeric_limits<float>::quiet_NaN();
+}
+
+// Queries without the scale, which multiplies the scores: a bf16 query stays exact. [head][piece][row], each 16
+// elements as often as the kernel wants; rows and elements there are none of are zero.
 inline void begin_bf16(Work& w, Bf16Work& b) {
   begin(w);  // the fp32 queries serve the tiles that fall back
   const AttendArgs& a = *w.args;
-  const int rows = b.keys.rows, dims = b.keys.dims, pitch = round_up(w.k_dim, dims);
+  const bool whole = b.keys.queries == Form::int16;
+  const int rows = b.keys.rows, dims = b.keys.dims, copies = b.keys.copies, pitch = round_up(w.k_dim, dims);
   int order[kMaxPiece];
   for (int i = 0; i < dims; ++i) order[i] = b.keys.element(i);
   std::memset(b.q, 0, sizeof(uint16_t) * static_cast<size_t>(w.num_heads * b.num_queries));
   if (b.two_parts) std::memset(b.q_rest, 0, sizeof(uint16_t) * static_cast<size_t>(w.num_heads * b.num_queries));
-  std::memset(b.p, 0, sizeof(uint16_t) * kFewRows * kTile);
-  alignas(64) float x[kMaxDim + kMaxPiece];
+  std::memset(b.p, 0, sizeof(uint16_t) * kFewRows * kTile * static_cast<size_t>(w.num_heads));
+  alignas(64) float x[kMaxDim + kMaxPiece], y[kMaxDim + kMaxPiece];
+  uint16_t first[kMaxDim + kMaxPiece], rest[kMaxDim + kMaxPiece];
+  const auto place = [&](const uint16_t* from, uint16_t* q, int h, int r) {
+    const int some = copies == 1 ? dims : 16;
+    for (int d = 0; d < pitch; d += dims) {
+      uint16_t* to = q + int64_t{h} * b.num_queries + copies * (int64_t{d} * rows + int64_t{r} * dims);
+      for (int i = 0; i < dims; i += some)
+        for (int copy = 0; copy < copies; ++copy, to += some)
+          std::memcpy(to, from + d + i, 2 * static_cast<size_t>(some));
+    }
+  };
   for (int h = 0; h < w.num_heads; ++h)
     for (int r = 0; r < w.rows; ++r) {
       load_row(a.q.at(query_row(w, r), query_head(w, h, r)), a.q.dtype, w.k_dim, x);
       to_query(*a.k[0], w.head + h, x);
       for (int i = w.k_dim; i < pitch; ++i) x[i] = 0;
-      for (int d = 0; d < pitch; d += dims) {
-        const int64_t at = int64_t{h} * b.num_queries + 2 * (int64_t{d} * rows + int64_t{r} * dims);
-        for (int i = 0; i < dims; ++i) {
-          const float y = x[d + order[i]];
-          const int64_t to = at + i / 16 * 32 + i % 16;
-          b.q[to] = b.q[to + 16] = f32_to_bf16(y);
-          if (b.two_parts) b.q_rest[to] = b.q_rest[to + 16] = f32_to_bf16(y - bf16_to_f32(b.q[to]));
-        }
-      }
+      b.q_unit[h * kFewRows + r] = whole ? to_int16(x, w.k_dim) : 1.0f;
+      for (int d = 0; d < pitch; d += dims)
+        for (int i = 0; i < dims; ++i) y[d + i] = x[d + order[i]];
+      for (int i = 0; i < pitch; ++i)
+        first[i] = whole ? static_cast<uint16_t>(static_cast<int16_t>(y[i])) : f32_to_bf16(y[i]);
+      place(first, b.q, h, r);
+      if (!b.two_parts) continue;
+      for (int i = 0; i < pitch; ++i) rest[i] = f32_to_bf16(y[i] - bf16_to_f32(first[i]));
+      place(rest, b.q_rest, h, r);
     }
 }
 
@@ -212,9 +300,7 @@ void attend_few_rows_avx512(const AttendArgs& a, int item, int head_block, Scrat
   each_pass(a, item, head_block, kRowPitch, [&](Work& w) {
     carve_bf16(w, b, scratch);
     begin_bf16(w, b);
-    walk(w, [&](Work& w, const Tile& tile, int h, uint64_t all, uint64_t any) {
-      attend_tile_bf16(w, b, tile, h, all, any);
-    });
+    walk(w, [&](Work& w, const Tile& tile, uint64_t all, uint64_t any) { attend_tile_bf16(w, b, tile, all, any); });
     end(w);
   });
 }

@@ -396,8 +396,8 @@ inline void attend_panels(const AttendArgs& a, int item, int head_block, Scratch
   each_pass(a, item, head_block, kRowPitch, [&](Work& w) {
     carve_panels<Product>(w, b, scratch);
     begin_panels<Product>(w, b);
-    walk(w, [&](Work& w, const Tile& tile, int h, uint64_t all, uint64_t any) {
-      attend_tile_panels<Product>(w, b, tile, h, all, any);
+    walk(w, [&](Work& w, const Tile& tile, uint64_t all, uint64_t any) {
+      for (int h = 0; h < w.num_heads; ++h) attend_tile_panels<Product>(w, b, tile, h, all, any);
     });
     b.ahead.begin(a, w.item->sequence, w.head, 0, 0);
     work_step<Product>(w, b, 0);

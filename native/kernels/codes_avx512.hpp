@@ -6,60 +6,86 @@
 #pragma once
 
 #include "kernels/bf16_rows_avx512.hpp"
+#include "kernels/special.hpp"
 
 namespace kvpool {
 namespace {
 
-constexpr int kFewRows = 8;  // most rows that these functions take
-
-// Where the vectors of a tile lie; absent tokens are zeros. An element is code * block scale * factor.
+// Where the vectors of a tile lie; absent tokens are zeros. An element is code * block scale * the token's factor.
 struct CodeRows {
   const uint8_t* data[kTile];
   const uint8_t* block_scale[kTile];
-  alignas(64) float factor[kTile];
-  bool has_factor;  // false: all are 1
 };
 
-// What a row gives each token, [rows][64]: in bf16, or in fp32 where the kernel asks for it.
+// What a row gives each token, [rows][64]: in the form the kernel of the values asks for.
+enum class Form { bf16, fp32, int16 };
 struct Probabilities {
-  const uint16_t* narrow;
-  const float* wide;
+  const uint16_t* narrow;  // bf16, or int16 in units of `unit[row]`
+  const float *wide, *unit;
 };
 
 // Memory to fetch while other work goes on, some lines at a time, in the order it is given.
-struct Stream {
-  static constexpr int kPieces = 16 * kTile;
-  const uint8_t *begin[kPieces], *end[kPieces];
-  int num_pieces = 0, piece = 0, num_lines = 0;
-  const uint8_t* at = nullptr;
-
+class Stream {
+ public:
   void clear() {
-    num_pieces = piece = num_lines = 0;
-    at = nullptr;
+    num_lines_ = fetched_ = num_pieces_ = next_ = 0;
+    left_ = 0;
   }
 
   void add(const uint8_t* p, int64_t bytes) {
-    if (num_pieces == kPieces) return;
     const auto first = reinterpret_cast<uintptr_t>(p) & ~uintptr_t{63};
-    begin[num_pieces] = reinterpret_cast<const uint8_t*>(first);
-    end[num_pieces] = p + bytes;
-    num_lines += static_cast<int>((p + bytes - begin[num_pieces] + 63) / 64);
-    if (num_pieces++ == 0) at = begin[0];
+    const auto lines = static_cast<int>((reinterpret_cast<uintptr_t>(p) + bytes - first + 63) / 64);
+    num_lines_ += lines;
+    if (num_pieces_ > 0) {
+      Piece& last = pieces_[num_pieces_ - 1];
+      if (reinterpret_cast<uintptr_t>(last.begin) + 64 * last.lines == first) {
+        last.lines += lines;
+        return;
+      }
+    }
+    if (num_pieces_ < kPieces) pieces_[num_pieces_++] = {reinterpret_cast<const char*>(first), lines};
   }
 
-  // Lines of one of `parts`.
-  int share(int parts) const { return (num_lines + parts - 1) / parts; }
+  // Lines of one of `parts`, and those not fetched yet.
+  int share(int parts) const { return (num_lines_ + parts - 1) / parts; }
+  int left() const { return num_lines_ - fetched_; }
 
-  void fetch(int lines) {
-    while (lines > 0 && piece < num_pieces) {
-      const uint8_t* p = at;
-      const auto left = static_cast<int>((end[piece] - p + 63) / 64), n = lines < left ? lines : left;
-      for (int i = 0; i < n; ++i) _mm_prefetch(reinterpret_cast<const char*>(p + 64 * i), _MM_HINT_T1);
+  KVPOOL_INLINE void fetch(int lines) {
+    if (lines > left_) return fetch_pieces(lines);
+    fetch_lines(lines);
+  }
+
+ private:
+  struct Piece {
+    const char* begin;
+    int64_t lines;
+  };
+  static constexpr int kPieces = 16 * kTile;
+
+  KVPOOL_INLINE void fetch_lines(int64_t lines) {
+    for (const char *p = at_, *end = p + 64 * lines; p < end; p += 64) _mm_prefetch(p, _MM_HINT_T1);
+    at_ += 64 * lines;
+    left_ -= lines;
+    fetched_ += static_cast<int>(lines);
+  }
+
+  __attribute__((noinline)) void fetch_pieces(int64_t lines) {
+    while (lines > 0) {
+      if (left_ == 0) {
+        if (next_ == num_pieces_) return;
+        at_ = pieces_[next_].begin;
+        left_ = pieces_[next_++].lines;
+      }
+      const int64_t n = lines < left_ ? lines : left_;
+      fetch_lines(n);
       lines -= n;
-      at = p + 64 * n;
-      if (n == left && ++piece < num_pieces) at = begin[piece];
     }
   }
+
+  const char* at_ = nullptr;
+  int64_t left_ = 0;
+  int num_lines_ = 0, fetched_ = 0, num_pieces_ = 0, next_ = 0;
+  Piece pieces_[kPieces];
 };
 
 inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
@@ -79,20 +105,38 @@ inline __m512i load_halves(const uint8_t* x, const uint8_t* y, int bytes) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(part(x)), part(y), 1);
 }
 
-// A format is a class with
-//   kDims: elements in 32 bytes; kVectors: vectors they become beside those of another token
-//   element(i): which of the kDims elements of a token stands at place i of its halves, vector after vector
-//   keys(x, y, bytes, w): 32 bytes of two tokens, one a half; from `bytes` on they are zero
+// Sums of products of pairs of bf16.
+struct Bf16Products {
+  using Sum = __m512;
+  static constexpr Form kForm = Form::bf16;
+  static Sum none() { return _mm512_setzero_ps(); }
+  static Sum add(Sum sum, __m512i a, __m512i b) { return dot(sum, a, b); }
+  static __m512 floats(Sum sum) { return sum; }
+};
+
+// Sums of products of pairs of int16: exact, below 2^31 for 1,024 products of 127 and 2^15.
+struct Int16Products {
+  using Sum = __m512i;
+  static constexpr Form kForm = Form::int16;
+  static Sum none() { return _mm512_setzero_si512(); }
+  static Sum add(Sum sum, __m512i a, __m512i b) { return _mm512_dpwssd_epi32(sum, a, b); }
+  static __m512 floats(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+};
+
+// A format is a class with one of them and
+//   kWords: vectors that 64 bytes of a token become by words(codes, w)
+//   word_element(i): which of their elements stands at place i, vector after vector
+//   kRowsInOrder: up to so many rows read tokens one after another
 //   bytes(d): where element d stands
 //   pair(x, y, left, w): the vectors of 64 elements of two tokens, pairs side by side; ordered(w) puts sums in order
 
 // bf16 as it is.
-struct PlainCodes {
-  static constexpr int kDims = 16, kVectors = 1;
-  static constexpr int element(int i) { return i; }
+struct PlainCodes : Bf16Products {
+  static constexpr int kWords = 1, kRowsInOrder = 2;
+  static constexpr int word_element(int i) { return i; }
   static constexpr int bytes(int d) { return 2 * d; }
 
-  void keys(const uint8_t* x, const uint8_t* y, int bytes, __m512i (&w)[1]) const { w[0] = load_halves(x, y, bytes); }
+  void words(__m512i codes, __m512i (&w)[1]) const { w[0] = codes; }
 
   void pair(const uint8_t* x, const uint8_t* y, int left, __m512i (&w)[4]) const {
     for (int i = 0; i < 2; ++i) {
@@ -113,65 +157,105 @@ struct PlainCodes {
   }
 };
 
-// 8-bit codes by a lookup for each byte of their bf16.
-template <bool is_int8>
-struct ByteCodes {
-  static constexpr int kDims = 32, kVectors = 2;
+// Sums in vectors of elements 16 i + 4 j, in lane i of vector j.
+inline void ordered_lanes(__m512 (&s)[4]) {
+  const __m512 a = _mm512_shuffle_f32x4(s[0], s[1], 0x44), b = _mm512_shuffle_f32x4(s[0], s[1], 0xee);
+  const __m512 c = _mm512_shuffle_f32x4(s[2], s[3], 0x44), d = _mm512_shuffle_f32x4(s[2], s[3], 0xee);
+  s[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+  s[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+  s[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+  s[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+}
+
+// fp8 by a lookup for each byte of its bf16.
+struct Fp8Codes : Bf16Products {
+  static constexpr int kWords = 2, kRowsInOrder = 1;
+  static constexpr int kDims = 32;  // elements in 32 bytes
   __m512i l0, l1, h0, h1;
 
-  explicit ByteCodes(const ByteTable& table)
+  explicit Fp8Codes(const ByteTable& table)
       : l0(_mm512_load_si512(table.low)),
         l1(_mm512_load_si512(table.low + 64)),
         h0(_mm512_load_si512(table.high)),
         h1(_mm512_load_si512(table.high + 64)) {}
 
-  static constexpr int element(int i) { return i % 16 / 8 * 16 + i / 16 * 8 + i % 8; }
+  // Which of the 32 elements of a token stands at place i of its halves, vector after vector.
+  static constexpr int half_element(int i) { return i % 16 / 8 * 16 + i / 16 * 8 + i % 8; }
+  static constexpr int word_element(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
   static constexpr int bytes(int d) { return d; }
 
-  // 64 codes; those at 16 k + [0, 8) in the first vector.
-  void widen(__m512i c, __m512i& first, __m512i& second) const {
-    const __m512i index = is_int8 ? _mm512_abs_epi8(c) : c;
-    const __m512i low = _mm512_permutex2var_epi8(l0, index, l1);
+  // Codes at 16 k + [0, 8) in the first vector.
+  void words(__m512i c, __m512i (&w)[2]) const {
+    const __m512i low = _mm512_permutex2var_epi8(l0, c, l1);
     // high | (c & 0x80)
-    const __m512i high = _mm512_ternarylogic_epi64(_mm512_permutex2var_epi8(h0, index, h1), c,
+    const __m512i high = _mm512_ternarylogic_epi64(_mm512_permutex2var_epi8(h0, c, h1), c,
                                                    _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
-    first = _mm512_unpacklo_epi8(low, high);
-    second = _mm512_unpackhi_epi8(low, high);
-  }
-
-  void keys(const uint8_t* x, const uint8_t* y, int bytes, __m512i (&w)[2]) const {
-    widen(load_halves(x, y, bytes), w[0], w[1]);
+    w[0] = _mm512_unpacklo_epi8(low, high);
+    w[1] = _mm512_unpackhi_epi8(low, high);
   }
 
   void pair(const uint8_t* x, const uint8_t* y, int left, __m512i (&w)[4]) const {
     const __m512i a = load_part(x, left), b = load_part(y, left);
-    widen(_mm512_unpacklo_epi8(a, b), w[0], w[1]);
-    widen(_mm512_unpackhi_epi8(a, b), w[2], w[3]);
+    __m512i low[2], high[2];
+    words(_mm512_unpacklo_epi8(a, b), low);
+    words(_mm512_unpackhi_epi8(a, b), high);
+    for (int i = 0; i < 2; ++i) {
+      w[i] = low[i];
+      w[2 + i] = high[i];
+    }
   }
 
-  // Lane i of vector j holds elements 16 i + 4 j.
+  static void ordered(__m512 (&s)[4]) { ordered_lanes(s); }
+};
+
+// int8 as int16, by shifts: those never wait for a unit that multiplies. Queries and probabilities are int16 too.
+struct Int8Codes : Int16Products {
+  static constexpr int kWords = 2, kRowsInOrder = 1;
+  static constexpr int kDims = 32;
+
+  static constexpr int half_element(int i) { return i % 16 * 2 + i / 16; }
+  static constexpr int word_element(int i) { return i % 32 * 2 + i / 32; }
+  static constexpr int bytes(int d) { return d; }
+
+  // Even elements, odd ones.
+  void words(__m512i c, __m512i (&w)[2]) const {
+    w[0] = _mm512_srai_epi16(_mm512_slli_epi16(c, 8), 8);
+    w[1] = _mm512_srai_epi16(c, 8);
+  }
+
+  void pair(const uint8_t* x, const uint8_t* y, int left, __m512i (&w)[4]) const {
+    __m512i a[2], b[2];
+    words(load_part(x, left), a);
+    words(load_part(y, left), b);
+    for (int i = 0; i < 2; ++i) {
+      w[2 * i] = _mm512_unpacklo_epi16(a[i], b[i]);
+      w[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]);
+    }
+  }
+
   static void ordered(__m512 (&s)[4]) {
-    const __m512 a = _mm512_shuffle_f32x4(s[0], s[1], 0x44), b = _mm512_shuffle_f32x4(s[0], s[1], 0xee);
-    const __m512 c = _mm512_shuffle_f32x4(s[2], s[3], 0x44), d = _mm512_shuffle_f32x4(s[2], s[3], 0xee);
-    s[0] = _mm512_shuffle_f32x4(a, c, 0x88);
-    s[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
-    s[2] = _mm512_shuffle_f32x4(b, d, 0x88);
-    s[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    const __m512 even = s[0], even_high = s[1], odd = s[2], odd_high = s[3];
+    s[0] = _mm512_unpacklo_ps(even, odd);
+    s[1] = _mm512_unpackhi_ps(even, odd);
+    s[2] = _mm512_unpacklo_ps(even_high, odd_high);
+    s[3] = _mm512_unpackhi_ps(even_high, odd_high);
+    ordered_lanes(s);
   }
 };
 
 constexpr int padded_rows(int rows) { return rows <= 2 ? rows : rows <= 4 ? 4 : 8; }
 
-// One piece of the keys for U pairs of tokens (x[u], y[u]) and R rows.
+// 32 bytes of the keys for U pairs of tokens (x[u], y[u]) and R rows.
 template <class Codes, int R, int T, int U>
 KVPOOL_INLINE void score_piece(const Codes& codes, const uint8_t* const* x, const uint8_t* const* y, int at, int bytes,
-                               const uint16_t* q, __m512* acc) {
-  __m512i w[U][Codes::kVectors];
-  for (int u = 0; u < U; ++u) codes.keys(x[u] + at, y[u] + at, bytes, w[u]);
-  for (int n = 0; n < Codes::kVectors; ++n)
+                               const uint16_t* q, typename Codes::Sum* acc) {
+  constexpr int n = Codes::kWords;
+  __m512i w[U][n];
+  for (int u = 0; u < U; ++u) codes.words(load_halves(x[u] + at, y[u] + at, bytes), w[u]);
+  for (int i = 0; i < n; ++i)
     for (int r = 0; r < R; ++r) {
-      const __m512i qr = _mm512_load_si512(q + (r * Codes::kVectors + n) * 32);
-      for (int u = 0; u < U; ++u) acc[r * T + u] = dot(acc[r * T + u], w[u][n], qr);
+      const __m512i qr = _mm512_load_si512(q + (r * n + i) * 32);
+      for (int u = 0; u < U; ++u) acc[r * T + u] = Codes::add(acc[r * T + u], w[u][i], qr);
     }
 }
 
@@ -196,82 +280,172 @@ KVPOOL_INLINE void half_sums(const __m512 (&a)[16], float* s) {
   }
 }
 
-// s[r][t] = q[r] . k[t] for tokens [0, tokens). Queries: [piece][R][kVectors][twice 16], in the format's order.
+// s[r][t] = q[r] . k[t] for tokens [0, tokens), where one or two rows wait for memory: tokens are read from begin to
+// end, one after another, and each has a vector of its own to sum. Queries: [64 bytes][R][kWords][32].
 template <class Codes, int R>
-inline void scores_of(const Codes& codes, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s,
-                      Stream& ahead, int lines) {
-  constexpr int P = padded_rows(R), T = 16 / P, U = 2;
+inline void scores_in_order(const Codes& codes, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s,
+                            Stream& ahead, int lines) {
+  constexpr int n = Codes::kWords;
   const int row = Codes::bytes(dim);
+  for (int t = 0; t < tokens; t += 16) {
+    __m512 total[R][16];
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) {
+      ahead.fetch(lines);
+      typename Codes::Sum acc[R];
+      for (auto& sum : acc) sum = Codes::none();
+      const uint16_t* piece = q;
+      for (int at = 0; at < row; at += 64) {
+        __m512i w[n];
+        codes.words(load_part(k.data[t + j] + at, row - at), w);
+        for (int r = 0; r < R; ++r)
+          for (int i = 0; i < n; ++i, piece += 32) acc[r] = Codes::add(acc[r], w[i], _mm512_load_si512(piece));
+      }
+      for (int r = 0; r < R; ++r) total[r][j] = Codes::floats(acc[r]);
+    }
+    for (int r = 0; r < R; ++r) _mm512_storeu_ps(s + r * kTile + t, sums(total[r]));
+  }
+}
+
+// The same for bf16 and more rows: a vector holds eight elements of two rows and the keys come from memory as often as
+// they are needed, so that few lanes are left to sum. Queries: [8 elements][row][8].
+template <int R>
+inline void scores_by_pairs(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead,
+                            int lines) {
+  constexpr int pairs = (R + 1) / 2, T = pairs <= 2 ? 8 : 4;
+  const int each = (lines * T * 8 + dim - 1) / dim;
+  for (int t = 0; t < tokens; t += T) {
+    __m256 acc[pairs][T];
+    for (auto& row : acc)
+      for (__m256& a : row) a = _mm256_setzero_ps();
+    const uint16_t* piece = q;
+    const auto step = [&](auto load) __attribute__((always_inline)) {
+      ahead.fetch(each);
+      __m256i qr[pairs];
+      for (int r = 0; r < pairs; ++r) qr[r] = _mm256_load_si256(reinterpret_cast<const __m256i*>(piece + 16 * r));
+#pragma GCC unroll 8
+      for (int j = 0; j < T; ++j) {
+        const __m256i x = _mm256_broadcastsi128_si256(load(k.data[t + j]));
+        for (int r = 0; r < pairs; ++r)
+          acc[r][j] = _mm256_dpbf16_ps(acc[r][j], reinterpret_cast<__m256bh>(x), reinterpret_cast<__m256bh>(qr[r]));
+      }
+      piece += 16 * pairs;
+    };
+    int d = 0;
+    for (; d + 8 <= dim; d += 8)
+      step([d](const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * d)); });
+    if (d < dim)
+      step([d, dim](const uint8_t* p) {
+        return _mm_maskz_loadu_epi16(static_cast<__mmask8>((1 << (dim - d)) - 1), p + 2 * d);
+      });
+    for (int r = 0; r < pairs; ++r)
+      for (int j = 0; j < T; j += 4) {
+        const __m256* a = acc[r] + j;
+        const __m256d x =
+            _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1])));
+        const __m256d y =
+            _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3])));
+        const __m256 z =
+            _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+        _mm_storeu_ps(s + 2 * r * kTile + t + j, _mm256_castps256_ps128(z));
+        if (2 * r + 1 < R) _mm_storeu_ps(s + (2 * r + 1) * kTile + t + j, _mm256_extractf128_ps(z, 1));
+      }
+  }
+}
+
+// The same for codes that are widened in registers, two tokens side by side. Queries: [32 bytes][R][kWords][twice 16].
+template <class Codes, int R>
+inline void scores_by_halves(const Codes& codes, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s,
+                             Stream& ahead, int lines) {
+  constexpr int P = padded_rows(R), T = 16 / P, U = 2;
+  const int row = Codes::bytes(dim), each = (lines * 2 * T * 32 + row - 1) / row;
   for (int t = 0; t < tokens; t += 2 * T) {
-    ahead.fetch(lines * 2 * T);
-    __m512 acc[16];
-    for (__m512& a : acc) a = _mm512_setzero_ps();
+    typename Codes::Sum acc[16];
+    for (auto& sum : acc) sum = Codes::none();
     const uint8_t *const *x = k.data + t, *const *y = x + T;
     const uint16_t* piece = q;
-    int at = 0;
-    for (; at + 32 <= row; at += 32, piece += R * Codes::kVectors * 32)
+    for (int at = 0; at < row; at += 32, piece += R * Codes::kWords * 32) {
+      ahead.fetch(each);
+      if (row - at >= 32) {
 #pragma GCC unroll 16
-      for (int j = 0; j < T; j += U) score_piece<Codes, R, T, U>(codes, x + j, y + j, at, 32, piece, acc + j);
-    if (at < row)
+        for (int j = 0; j < T; j += U) score_piece<Codes, R, T, U>(codes, x + j, y + j, at, 32, piece, acc + j);
+      } else {
 #pragma GCC unroll 16
-      for (int j = 0; j < T; j += U) score_piece<Codes, R, T, U>(codes, x + j, y + j, at, row - at, piece, acc + j);
-    half_sums<P, R>(acc, s + t);
+        for (int j = 0; j < T; j += U) score_piece<Codes, R, T, U>(codes, x + j, y + j, at, row - at, piece, acc + j);
+      }
+    }
+    __m512 total[16];
+    for (int i = 0; i < 16; ++i) total[i] = Codes::floats(acc[i]);
+    half_sums<P, R>(total, s + t);
   }
 }
 
-// o[r] += sum over tokens of p[r][t] * v[t]; `p` in bf16, columns in multiples of 64.
-template <class Codes, int R>
-inline void values_of(const Codes& codes, const uint16_t* p, const CodeRows& v, int tokens, int dim, float* o,
-                      int64_t pitch, int rows, Stream& ahead, int lines) {
+// o[r] += sum over tokens of p[r][t] * v[t] for 64 * B columns from `d` on.
+template <class Codes, int R, int B>
+KVPOOL_INLINE void value_columns(const Codes& codes, const Probabilities& p, const CodeRows& v, int tokens, int d,
+                                 int dim, float* o, int64_t pitch, int rows, Stream& ahead, int lines) {
   constexpr int N = R <= 4 ? 4 : 2;  // vectors of sums that fit beside the tables
-  for (int d = 0; d < dim; d += 64) {
-    __m512 total[R][4];
-    const int left = dim - d;
-    const auto half = [&](auto first) {
-      __m512 acc[R][N];
-      for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) acc[r][n] = _mm512_setzero_ps();
-      const auto sum = [&](int bytes_left) {
-        for (int t = 0; t < tokens; t += 2) {
-          if (t % 16 == 0) ahead.fetch(lines);
+  __m512 total[B][R][4];
+  const auto half = [&](auto first) {
+    typename Codes::Sum acc[B][R][N];
+    for (auto& block : acc)
+      for (auto& row : block)
+        for (auto& sum : row) sum = Codes::none();
+    const auto sum = [&](int left) {
+      for (int t = 0; t < tokens; t += 2) {
+        ahead.fetch(B * lines);
+        for (int i = 0; i < B; ++i) {
+          const int at = Codes::bytes(d + 64 * i);
           __m512i w[4];
-          codes.pair(v.data[t] + Codes::bytes(d), v.data[t + 1] + Codes::bytes(d), bytes_left, w);
+          codes.pair(v.data[t] + at, v.data[t + 1] + at, left, w);
           for (int r = 0; r < R; ++r) {
             int32_t both;
-            std::memcpy(&both, p + r * kTile + t, 4);
+            std::memcpy(&both, p.narrow + r * kTile + t, 4);
             const __m512i pr = _mm512_set1_epi32(both);
-            for (int n = 0; n < N; ++n) acc[r][n] = dot(acc[r][n], w[first + n], pr);
+            for (int n = 0; n < N; ++n) acc[i][r][n] = Codes::add(acc[i][r][n], w[first + n], pr);
           }
         }
-      };
-      if (left >= 64) {
-        sum(64);
-      } else {
-        sum(left);
       }
-      for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) total[r][first + n] = acc[r][n];
     };
-    half(std::integral_constant<int, 0>{});
-    if constexpr (N == 2) half(std::integral_constant<int, 2>{});
-    for (int r = 0; r < rows; ++r) {
-      Codes::ordered(total[r]);
-      float* to = o + r * pitch + d;
-      for (int n = 0; n < 4; ++n)
-        _mm512_storeu_ps(to + 16 * n, _mm512_add_ps(_mm512_loadu_ps(to + 16 * n), total[r][n]));
+    if (B > 1 || dim - d >= 64) {
+      sum(64);
+    } else {
+      sum(dim - d);
     }
-  }
+    for (int i = 0; i < B; ++i)
+      for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) total[i][r][first + n] = Codes::floats(acc[i][r][n]);
+  };
+  half(std::integral_constant<int, 0>{});
+  if constexpr (N == 2) half(std::integral_constant<int, 2>{});
+  for (int i = 0; i < B; ++i)
+    for (int r = 0; r < rows; ++r) {
+      Codes::ordered(total[i][r]);
+      float* to = o + r * pitch + d + 64 * i;
+      for (int n = 0; n < 4; ++n) {
+        const __m512 sum = _mm512_loadu_ps(to + 16 * n), more = total[i][r][n];
+        _mm512_storeu_ps(to + 16 * n, Codes::kForm == Form::int16 ? _mm512_fmadd_ps(more, splat(p.unit[r]), sum)
+                                                                  : _mm512_add_ps(sum, more));
+      }
+    }
 }
 
-// Places and factors of the tokens of a tile.
+// The same for all columns, in multiples of 64.
+template <class Codes, int R>
+inline void values_of(const Codes& codes, const Probabilities& p, const CodeRows& v, int tokens, int dim, float* o,
+                      int64_t pitch, int rows, Stream& ahead, int lines) {
+  int d = 0;
+  if constexpr (R <= 2)  // whole rows where the sums fit, so that memory is read in order
+    for (; dim - d >= 128; d += 128)
+      value_columns<Codes, R, 2>(codes, p, v, tokens, d, dim, o, pitch, rows, ahead, lines);
+  for (; d < dim; d += 64) value_columns<Codes, R, 1>(codes, p, v, tokens, d, dim, o, pitch, rows, ahead, lines);
+}
+
+// Where the tokens of a tile lie.
 inline void code_rows(const Store& s, const Tile& tile, int head, CodeRows& rows) {
   alignas(64) static constexpr uint8_t zeros[4 * kMaxDim] = {};
   if (tile.present != ~uint64_t{0})
-    for (int t = 0; t < kTile; ++t) {
-      rows.data[t] = rows.block_scale[t] = zeros;
-      rows.factor[t] = 0;
-    }
-  rows.has_factor = s.codec != CodecId::bf16;
+    for (int t = 0; t < kTile; ++t) rows.data[t] = rows.block_scale[t] = zeros;
   for (int j = 0; j < tile.num_runs; ++j) {
     const Run& run = tile.runs[j];
     const uint8_t* data = s.data.at(run.block, head, run.offset);
@@ -280,16 +454,27 @@ inline void code_rows(const Store& s, const Tile& tile, int head, CodeRows& rows
       const uint8_t* scale = s.block_scale.at(run.block, head, run.offset);
       for (int i = 0; i < run.count; ++i) rows.block_scale[run.at + i] = scale + i * s.block_scale.stride_n;
     }
-    if (s.scale.base == nullptr) {
-      for (int i = 0; i < run.count; ++i) rows.factor[run.at + i] = s.constant_scale;
-    } else if (s.scale.stride_n == sizeof(float)) {
-      std::memcpy(rows.factor + run.at, s.scale.at(run.block, head, run.offset),
-                  sizeof(float) * static_cast<size_t>(run.count));
-    } else {
-      for (int i = 0; i < run.count; ++i)
-        rows.factor[run.at + i] = *reinterpret_cast<const float*>(s.scale.at(run.block, head, run.offset + i));
-    }
   }
+}
+
+// The factors of the tokens of a tile times `unit`; 0 where there is no token.
+inline void token_factors(const Store& s, const Tile& tile, int head, float unit, float* factor) {
+  const float constant = s.scale.base == nullptr && s.codec != CodecId::bf16 ? s.constant_scale : 1.0f;
+  for (int i = 0; i < kTile; i += 16)
+    _mm512_store_ps(factor + i, _mm512_maskz_mov_ps(static_cast<__mmask16>(tile.present >> i), splat(constant)));
+  if (s.scale.base != nullptr)
+    for (int j = 0; j < tile.num_runs; ++j) {
+      const Run& run = tile.runs[j];
+      const uint8_t* from = s.scale.at(run.block, head, run.offset);
+      if (s.scale.stride_n == sizeof(float)) {
+        std::memcpy(factor + run.at, from, sizeof(float) * static_cast<size_t>(run.count));
+      } else {
+        for (int i = 0; i < run.count; ++i)
+          factor[run.at + i] = *reinterpret_cast<const float*>(from + i * s.scale.stride_n);
+      }
+    }
+  for (int i = 0; i < kTile; i += 16)
+    _mm512_store_ps(factor + i, _mm512_mul_ps(splat(unit), _mm512_load_ps(factor + i)));
 }
 
 // Bytes of one vector's data.
@@ -310,8 +495,8 @@ inline void add_plane(const Plane& p, const Tile& tile, int head, int heads, int
   if (p.base == nullptr || bytes == 0) return;
   const bool heads_inside = heads > 1 && p.stride_h < p.stride_n;
   const int64_t row = heads_inside ? (heads - 1) * p.stride_h + bytes : bytes;
-  for (int h = 0; h < (heads_inside ? 1 : heads); ++h)
-    for (int j = 0; j < tile.num_runs; ++j) {
+  for (int j = 0; j < tile.num_runs; ++j)
+    for (int h = 0; h < (heads_inside ? 1 : heads); ++h) {
       const Run& run = tile.runs[j];
       const uint8_t* from = p.at(run.block, head + h, run.offset);
       if (row == p.stride_n) {

@@ -14,33 +14,48 @@ struct FewRows {
   void (*values)(const Store&, const Probabilities&, const CodeRows&, int tokens, int dim, float* o, int64_t pitch,
                  int rows, Stream&, int lines);
   int rows;
-  int dims;  // elements of a piece
+  int dims;    // elements of a piece
+  int copies;  // of a query's 16 elements, side by side
   int (*element)(int);
-  bool wide;  // values take probabilities in fp32
-  int calls;  // of `Stream::fetch` while the values of 64 elements are summed
+  Form queries, probabilities;  // what scores and values take
+  int calls;                    // of `Stream::fetch` while the values of 64 elements are summed
 };
 
 inline PlainCodes codes_of(const Store&, PlainCodes*) { return {}; }
-inline ByteCodes<true> codes_of(const Store&, ByteCodes<true>*) { return ByteCodes<true>(kByteTable<Int8>); }
-inline ByteCodes<false> codes_of(const Store& s, ByteCodes<false>*) {
-  return ByteCodes<false>(s.codec == CodecId::fp8e5m2_tensor ? kByteTable<E5m2> : kByteTable<E4m3>);
+inline Int8Codes codes_of(const Store&, Int8Codes*) { return {}; }
+inline Fp8Codes codes_of(const Store& s, Fp8Codes*) {
+  return Fp8Codes(s.codec == CodecId::fp8e5m2_tensor ? kByteTable<E5m2> : kByteTable<E4m3>);
 }
 
 template <class Codes, int R>
 struct FewRowsOf {
+  static constexpr bool in_order = R <= Codes::kRowsInOrder, by_pairs = !in_order && std::is_same_v<Codes, PlainCodes>;
+
   static void scores(const Store& s, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* out,
                      Stream& ahead, int lines) {
-    scores_of<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead, lines);
+    if constexpr (in_order) {
+      scores_in_order<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead, lines);
+    } else if constexpr (by_pairs) {
+      scores_by_pairs<R>(q, k, tokens, dim, out, ahead, lines);
+    } else {
+      scores_by_halves<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead, lines);
+    }
   }
 
   static void values(const Store& s, const Probabilities& p, const CodeRows& v, int tokens, int dim, float* o,
                      int64_t pitch, int rows, Stream& ahead, int lines) {
-    values_of<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), p.narrow, v, tokens, dim, o, pitch, rows, ahead,
-                        lines);
+    values_of<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), p, v, tokens, dim, o, pitch, rows, ahead, lines);
   }
 
   static constexpr FewRows functions() {
-    return {scores, values, R, Codes::kDims, Codes::element, false, R <= 4 ? 4 : 8};
+    constexpr int calls = R <= 4 ? 32 : 64;
+    if constexpr (in_order) {
+      return {scores, values, R, 32 * Codes::kWords, 1, Codes::word_element, Codes::kForm, Codes::kForm, calls};
+    } else if constexpr (by_pairs) {
+      return {scores, values, (R + 1) / 2 * 2, 8, 1, Codes::word_element, Codes::kForm, Codes::kForm, calls};
+    } else {
+      return {scores, values, R, Codes::kDims, 2, Codes::half_element, Codes::kForm, Codes::kForm, calls};
+    }
   }
 };
 
@@ -59,7 +74,7 @@ struct FewRowsOf<Nvfp4Codes, R> {
   }
 
   static constexpr FewRows functions() {
-    return {scores, values, R, Nvfp4Codes::kDims, Nvfp4Codes::element, true, R <= 4 ? 4 : 8};
+    return {scores, values, R, Nvfp4Codes::kDims, 2, Nvfp4Codes::element, Form::bf16, Form::fp32, R <= 4 ? 4 : 8};
   }
 };
 
@@ -77,12 +92,12 @@ inline FewRows few_rows(const Store& s, int rows) {
       return few_rows<PlainCodes>(rows);
     case CodecId::int8:
     case CodecId::int8_tensor:
-      return few_rows<ByteCodes<true>>(rows);
+      return few_rows<Int8Codes>(rows);
     case CodecId::nvfp4:
     case CodecId::nvfp4_token:
       return few_rows<Nvfp4Codes>(rows);
     default:
-      return few_rows<ByteCodes<false>>(rows);
+      return few_rows<Fp8Codes>(rows);
   }
 }
 

@@ -13,7 +13,7 @@ namespace kvpool {
 namespace {
 
 struct Nvfp4Codes {
-  static constexpr int kDims = 64, kVectors = 4;
+  static constexpr int kDims = 64;  // elements in 32 bytes
   // Vector j has the elements 4 i + j.
   static constexpr int element(int i) { return i % 16 * 4 + i / 16; }
 
@@ -67,7 +67,7 @@ constexpr std::array<uint8_t, 64> scale_places(Of of) {
   return place;
 }
 
-// As scores_of. No scale may be NaN.
+// As scores_by_halves. No scale may be NaN.
 template <int R>
 inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead,
                          int lines) {

@@ -6,8 +6,27 @@
 
 #include "kernels/heads.hpp"
 #include "kernels/isa.hpp"
+#include "kernels/special.hpp"
 
 namespace kvpool {
+
+namespace {
+
+// KV heads that a piece of work walks together, so that it reads a block from its begin to its end. One where many rows
+// work on each head's tokens, or where the heads are needed to give every worker some.
+int heads_together(const AttendArgs& args, int num_workers) {
+  const Store& k = *args.k[0];
+  if (args.indices != nullptr) return 1;
+  int each = std::min(k.num_heads, kMostHeadsTogether);
+  if (k.data.stride_h < k.data.stride_n) return each;  // side by side: they share lines
+  for (int i = 0; i < args.step->num_items; ++i)
+    if (rows_of_item(args, i) > kFewRows) return 1;
+  const int wanted = num_workers > 1 ? 2 * num_workers : 1;
+  while (each > 1 && args.step->num_items * ((k.num_heads + each - 1) / each) < wanted) each = (each + 1) / 2;
+  return each;
+}
+
+}  // namespace
 
 void attend(Workers& workers, Isa isa, AttendArgs args) {
   std::lock_guard lock(workers.call_mutex());
@@ -22,6 +41,7 @@ void attend(Workers& workers, Isa isa, AttendArgs args) {
   if (step.num_splits > 0)
     args.partials = reinterpret_cast<float*>(workers.shared(sizeof(float) * static_cast<size_t>(step.num_partial_rows) *
                                                             static_cast<size_t>(args.num_q_heads * (args.v_dim + 2))));
+  args.heads_together = heads_together(args, workers.num_threads());
   const int blocks = num_head_blocks(args);
   workers.each(int64_t{step.num_items} * blocks, [&](int64_t i, Scratch& scratch) {
     const int item = static_cast<int>(i / blocks);

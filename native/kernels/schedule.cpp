@@ -9,6 +9,7 @@ namespace {
 constexpr int kSplitAlign = 64;  // a split starts at a multiple of the kernels' tile
 constexpr int kMinSplit = 512;   // tokens below which a split costs more than it gains
 constexpr int kPerWorker = 4;    // pieces a worker should have, so that dynamic pick-up evens them out
+constexpr int kDecodeRows = 2;   // at most so many rows walk all KV heads together
 
 struct Range {
   int begin, end;
@@ -55,7 +56,8 @@ void Schedule::plan(const StepView& step, const ScheduleOptions& options) {
     if (options.split_tokens > 0) {
       step_tokens = options.split_tokens;
     } else if (options.num_workers > 1) {
-      step_tokens = std::max<int64_t>(kMinSplit, target / (end - r));
+      const int together = end - r <= kDecodeRows ? options.num_kv_heads : 1;
+      step_tokens = std::max<int64_t>(kMinSplit, target / (int64_t{end - r} * together));
     }
     step_tokens = (step_tokens + kSplitAlign - 1) / kSplitAlign * kSplitAlign;
     if (length <= step_tokens + step_tokens / 4) {

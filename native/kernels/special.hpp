@@ -7,6 +7,8 @@
 
 namespace kvpool {
 
+constexpr int kFewRows = 8;  // most rows a KV head that the kernels of few rows take
+
 #if defined(__x86_64__)
 bool fits_few_rows_avx512(const AttendArgs& a, int rows);
 void attend_few_rows_avx512(const AttendArgs& a, int item, int head_block, Scratch& scratch);

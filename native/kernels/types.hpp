@@ -134,6 +134,7 @@ struct AttendArgs {
   // Tree verification: bit j of row i says that the step's row j of the same sequence is seen by row i.
   const uint64_t* tree_mask = nullptr;  // [T, tree_words]
   int tree_words = 0;
+  int heads_together = 1;  // KV heads that a piece of work takes
   // Partial results of split items: [rows, Q, v_dim + 2] fp32 (sum, maximum, then the unnormalised output).
   float* partials = nullptr;
 };

@@ -244,7 +244,7 @@ def test_a_decode_step_reads_every_head_size_and_group(isa: str, codec: str, dim
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("part", ["k", "v"])
-@pytest.mark.parametrize("codec", ["nvfp4-token", "fp8"])
+@pytest.mark.parametrize("codec", ["nvfp4-token", "fp8", "int8"])
 def test_a_stored_nan_reaches_what_it_belongs_to_and_nothing_else(isa: str, part: str, codec: str) -> None:
     heads, dim, n = 2, 64, 16
     batch = Batch([70], [1], n, 6)
@@ -264,6 +264,50 @@ def test_a_stored_nan_reaches_what_it_belongs_to_and_nothing_else(isa: str, part
     assert bad.sum() == (16 if codec == "nvfp4-token" else dim)
     assert out[0, :2].isfinite().all()
     assert torch.equal(out[0, 2:].isnan(), (bad if part == "v" else torch.ones_like(bad)).expand(2, -1))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8"])
+def test_a_nan_query_reaches_its_own_row(isa: str, codec: str) -> None:
+    heads, dim, n = 2, 64, 16
+    batch = Batch([70], [1], n, 6)
+    pool = workers(isa)
+    stores = [CodedStore(codec, 6, heads, n, (dim,), "HND") for _ in range(2)]
+    for store in stores:
+        write(pool, store, batch.slots_of(0), torch.randn(70, heads, dim))
+    q = torch.randn(1, 4, dim).bfloat16()
+    q[0, 1, 5] = math.nan
+    batch.plan(1, heads)
+    attention = _native.Attention([stores[0].native], stores[1].native, dim, 4)
+    out, _ = attend(pool, batch, attention, q, dim, scale=0.1, dtype=torch.bfloat16)
+    assert out[0, 1].isnan().all()
+    assert out[0, [0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 300.0])
+def test_int8_keeps_what_bf16_would_round(isa: str, group: int, factor: float) -> None:
+    """Whole numbers of 16 bits stand for queries and probabilities: 2^-16 of the largest, where bf16 keeps 2^-9."""
+    heads, dim, n, length = 2, 128, 16, 500
+    g = torch.Generator().manual_seed(6)
+    batch = Batch([length], [1], n, 40)
+    pool = workers(isa)
+    stores = [CodedStore("int8", 40, heads, n, (dim,), "HND") for _ in range(2)]
+    slots = batch.slots_of(0)
+    for store in stores:
+        write(pool, store, slots, torch.randn(length, heads, dim, generator=g) * torch.rand(length, 1, 1, generator=g))
+    q = torch.randn(1, heads * group, dim, generator=g)
+    q[:, :, 7] *= 50  # one element far above the others
+    q = (q * factor).bfloat16()
+    batch.plan(1, heads)
+    attention = _native.Attention([stores[0].native], stores[1].native, dim, heads * group)
+    out, lse = attend(pool, batch, attention, q, dim, scale=dim**-0.5 / factor / 10, dtype=torch.float32)
+    want, want_lse = exact(
+        q, stores[0].decode(slots), stores[1].decode(slots), batch.visible(0), scale=dim**-0.5 / factor / 10
+    )
+    torch.testing.assert_close(out.double(), want, atol=3e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("isa", ISAS)
