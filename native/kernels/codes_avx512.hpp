@@ -114,7 +114,8 @@ struct Bf16Products {
   static __m512 floats(Sum sum) { return sum; }
 };
 
-// Sums of products of pairs of int16: exact, below 2^31 for 1,024 products of 127 and 2^15.
+// Sums of products of pairs of int16: exact, as no lane sums more than 128 products of 127 and 2^15 (an eighth of the
+// longest key, or the tokens of a tile), which stay below 2^31.
 struct Int16Products {
   using Sum = __m512i;
   static constexpr Form kForm = Form::int16;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def stored(path: Path, layers: tuple[LayerSpec, ...]) -> None:
     assert world.cache.close()
 
 
+def verified_and_closed(world: World, seqs: list[Sequence], release: threading.Event) -> None:
+    for seq in seqs:
+        world.verify(seq)
+        seq.release()
+    release.set()
+    world.cache.check()
+    assert world.cache.close()
+
+
 def sharers(world: World) -> list[Sequence]:
     """One that waits for a block of the disk, and six that are cheap only while it holds the prompt's last block.
 
@@ -53,12 +63,7 @@ def test_one_that_is_left_out_is_computed_where_others_count_on_what_it_holds(
     assert world.cache.fits([(seq, 1000) for seq in seqs]) == 7
     assert world.cache.fits([(seq, 1000) for seq in seqs[1:]]) < 6, "the others fit alone: the test shows nothing"
     assert world.step(*seqs) == [5, 1, 1, 1, 1, 1, 1]
-    for seq in seqs:
-        world.verify(seq)
-        seq.release()
-    release.set()
-    world.cache.check()
-    assert world.cache.close()
+    verified_and_closed(world, seqs, release)
 
 
 def test_what_has_come_is_kept_where_computing_it_needs_more_room(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +78,4 @@ def test_what_has_come_is_kept_where_computing_it_needs_more_room(disk: Path, mo
     seqs = [large, *sharers(world)]
     assert world.cache.fits([(seq, 1000) for seq in seqs]) == 8
     assert world.step(*seqs) == [1, 5, 1, 1, 1, 1, 1, 1]
-    for seq in seqs:
-        world.verify(seq)
-        seq.release()
-    release.set()
-    world.cache.check()
-    assert world.cache.close()
+    verified_and_closed(world, seqs, release)
