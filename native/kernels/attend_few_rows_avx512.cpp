@@ -125,6 +125,8 @@ inline void softmax_bf16(Work& w, const Bf16Work& b, const Tile& tile, int h, in
       return softmax_bf16<Form::fp32>(w, b, tile, h, tokens);
     case Form::int16:
       return softmax_bf16<Form::int16>(w, b, tile, h, tokens);
+    case Form::bytes:  // of queries only
+      return;
   }
 }
 
@@ -169,13 +171,17 @@ inline bool has_nonfinite_factor(const Store& s, const Tile& tile, int head) {
   return found != 0;
 }
 
-// True when a head's part of a tile has what only the exact path keeps apart: NaN scales, or a value that is NaN or
-// inf and that some row does not see.
-inline bool needs_exact(const Work& w, const Bf16Work& b, const Tile& tile, int h, uint64_t all) {
+// The heads whose part of a tile has what only the exact path keeps apart: NaN scales, or a value that is NaN or inf
+// and that some row does not see.
+inline uint32_t exact_heads(const Work& w, const Bf16Work& b, const Tile& tile, uint64_t all) {
   const Store &k = *w.args->k[0], &v = *w.args->v;
-  const int head = w.head + h;
-  return (all != tile.present && hides_nonfinite(w, tile, h, all)) || has_nan_scale(k, tile, head) ||
-         has_nan_scale(v, tile, head) || (b.values.probabilities == Form::int16 && has_nonfinite_factor(v, tile, head));
+  uint32_t exact = heads_with_nan_scale(k, tile, w.head, w.num_heads);
+  if (!w.shares_kv()) exact |= heads_with_nan_scale(v, tile, w.head, w.num_heads);
+  for (int h = 0; h < w.num_heads; ++h)
+    if ((all != tile.present && hides_nonfinite(w, tile, h, all)) ||
+        (b.values.probabilities != Form::bf16 && has_nonfinite_factor(v, tile, w.head + h)))
+      exact |= 1u << h;
+  return exact;
 }
 
 // Scores of all heads, then probabilities, then values: memory is read in order, and no head waits for its softmax.
@@ -183,9 +189,7 @@ inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, uint64_t al
   const AttendArgs& a = *w.args;
   const Store &k = *a.k[0], &v = *a.v;
   const int tokens = round_up(64 - __builtin_clzll(any), 16);
-  uint32_t exact = 0;
-  for (int h = 0; h < w.num_heads; ++h)
-    if (needs_exact(w, b, tile, h, all)) exact |= 1u << h;
+  const uint32_t exact = exact_heads(w, b, tile, all);
   if (exact != 0) clear_tiles(w);
 
   begin_ahead(w, b);
@@ -239,11 +243,12 @@ inline void carve_bf16(Work& w, Bf16Work& b, Scratch& scratch) {
   take(b.unit, units);
 }
 
-// A query's elements become whole numbers of int16; returns what they are multiples of, NaN where one was not finite.
-inline float to_int16(float* x, int dim) {
+// A query's elements become whole numbers up to `most`; returns what they are multiples of, NaN where one was not
+// finite.
+inline float to_whole(float* x, int dim, float most) {
   uint32_t largest = 0;
   for (int i = 0; i < dim; ++i) largest = magnitude(x[i]) > largest ? magnitude(x[i]) : largest;
-  const float most = 32767.0f, highest = std::bit_cast<float>(largest);
+  const float highest = std::bit_cast<float>(largest);
   const float scale = largest < kInfBits && highest > 0x1p-100f ? most / highest : 0.0f;
   for (int i = 0; i < dim; ++i) x[i] = scale > 0 ? std::nearbyint(x[i] * scale) : 0.0f;
   return largest < kInfBits ? highest / most : std::numeric_limits<float>::quiet_NaN();
@@ -254,10 +259,10 @@ inline float to_int16(float* x, int dim) {
 inline void begin_bf16(Work& w, Bf16Work& b) {
   begin(w);  // the fp32 queries serve the tiles that fall back
   const AttendArgs& a = *w.args;
-  const bool whole = b.keys.queries == Form::int16;
+  const bool whole = b.keys.queries == Form::int16, bytes = b.keys.queries == Form::bytes;
   const int rows = b.keys.rows, dims = b.keys.dims, copies = b.keys.copies, pitch = round_up(w.k_dim, dims);
   int order[kMaxPiece];
-  for (int i = 0; i < dims; ++i) order[i] = b.keys.element(i);
+  for (int i = 0; i < dims && !bytes; ++i) order[i] = b.keys.element(i);
   std::memset(b.q, 0, sizeof(uint16_t) * static_cast<size_t>(w.num_heads * b.num_queries));
   if (b.two_parts) std::memset(b.q_rest, 0, sizeof(uint16_t) * static_cast<size_t>(w.num_heads * b.num_queries));
   std::memset(b.p, 0, sizeof(uint16_t) * kFewRows * kTile * static_cast<size_t>(w.num_heads));
@@ -277,7 +282,13 @@ inline void begin_bf16(Work& w, Bf16Work& b) {
       load_row(a.q.at(query_row(w, r), query_head(w, h, r)), a.q.dtype, w.k_dim, x);
       to_query(*a.k[0], w.head + h, x);
       for (int i = w.k_dim; i < pitch; ++i) x[i] = 0;
-      b.q_unit[h * kFewRows + r] = whole ? to_int16(x, w.k_dim) : 1.0f;
+      if (bytes) {
+        b.q_unit[h * kFewRows + r] = 0.5f * to_whole(x, w.k_dim, kNvfp4MostQuery);  // codes are doubled
+        uint8_t* to = reinterpret_cast<uint8_t*>(b.q + int64_t{h} * b.num_queries) + r * kNvfp4QueryBytes;
+        place_nvfp4_query(x, w.k_dim, to, rows * kNvfp4QueryBytes);
+        continue;
+      }
+      b.q_unit[h * kFewRows + r] = whole ? to_whole(x, w.k_dim, 32767.0f) : 1.0f;
       for (int d = 0; d < pitch; d += dims)
         for (int i = 0; i < dims; ++i) y[d + i] = x[d + order[i]];
       for (int i = 0; i < pitch; ++i)

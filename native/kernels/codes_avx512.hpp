@@ -17,8 +17,10 @@ struct CodeRows {
   const uint8_t* block_scale[kTile];
 };
 
+// What queries and probabilities are; `bytes` are whole numbers in two of them, see nvfp4.
+enum class Form { bf16, fp32, int16, bytes };
+
 // What a row gives each token, [rows][64]: in the form the kernel of the values asks for.
-enum class Form { bf16, fp32, int16 };
 struct Probabilities {
   const uint16_t* narrow;  // bf16, or int16 in units of `unit[row]`
   const float *wide, *unit;

@@ -14,9 +14,9 @@ struct FewRows {
   void (*values)(const Store&, const Probabilities&, const CodeRows&, int tokens, int dim, float* o, int64_t pitch,
                  int rows, Stream&, int lines);
   int rows;
-  int dims;    // elements of a piece
-  int copies;  // of a query's 16 elements, side by side
-  int (*element)(int);
+  int dims;                     // elements of a piece
+  int copies;                   // of a query's 16 elements, side by side
+  int (*element)(int);          // none where queries are bytes
   Form queries, probabilities;  // what scores and values take
   int calls;                    // of `Stream::fetch` while the values of 64 elements are summed
 };
@@ -74,7 +74,7 @@ struct FewRowsOf<Nvfp4Codes, R> {
   }
 
   static constexpr FewRows functions() {
-    return {scores, values, R, Nvfp4Codes::kDims, 2, Nvfp4Codes::element, Form::bf16, Form::fp32, R <= 4 ? 4 : 8};
+    return {scores, values, R, 16, kNvfp4QueryBytes / 32, nullptr, Form::bytes, Form::fp32, R <= 4 ? 32 : 64};
   }
 };
 

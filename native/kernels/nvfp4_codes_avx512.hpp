@@ -1,6 +1,6 @@
-// nvfp4 for a few query rows, straight from the codes. A word holds four of them, and one lookup widens a quarter of
-// a row. Block scales never touch an element: all quarters have an element's block in the same lane, so that K's
-// scale multiplies a product of a piece, and V's the probability that meets the piece.
+// nvfp4 for a few query rows, straight from the codes: one lookup makes 64 of them bytes, twice their value, and
+// `vpdpbusd` multiplies 64 at a time. Queries and probabilities are whole numbers in two bytes, and each byte meets the
+// codes on its own, exactly. Block scales multiply K's sums of a block, and V's probabilities.
 //
 // Included by *_avx512.cpp only.
 #pragma once
@@ -12,156 +12,316 @@
 namespace kvpool {
 namespace {
 
-struct Nvfp4Codes {
-  static constexpr int kDims = 64;  // elements in 32 bytes
-  // Vector j has the elements 4 i + j.
-  static constexpr int element(int i) { return i % 16 * 4 + i / 16; }
+struct Nvfp4Codes {};  // names the format
 
-  // By the low five bits of a word, the highest of which is another code's.
-  __m512i values = _mm512_set_epi64(0xc0c0c080c040c000, 0xbfc0bf80bf008000, 0x40c0408040404000, 0x3fc03f803f000000,
-                                    0xc0c0c080c040c000, 0xbfc0bf80bf008000, 0x40c0408040404000, 0x3fc03f803f000000);
+// K's codes are not negative: offset by 128. With low bytes of 7 bits this asks for no more than to start a block's sum
+// from minus its queries: 128 (128 high + low) = 128 q.
+constexpr int kCodeOffset = 128;
+constexpr float kNvfp4MostQuery = 127 * 128 + 63;
+// A block of a query: four dwords of high bytes, four of low ones, what the sum starts from; the rest is not used.
+constexpr int kNvfp4QueryBytes = 64;
 
-  __m512i widen(__m512i words, int quarter) const {
-    return _mm512_permutexvar_epi16(quarter == 0 ? words : _mm512_srli_epi16(words, static_cast<unsigned>(4 * quarter)),
-                                    values);
-  }
-};
-
-// The floats of E4M3 codes, neither negative nor NaN, that stand in bits 16 to 22 of the lanes.
-inline __m512 block_scales(__m512i c) {
-  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(c, 4)), _mm512_set1_ps(0x1p120f));
+// Twice the values of E2M1 plus an offset, four times: the upper bits of an index are another code's.
+constexpr std::array<uint8_t, 64> doubled_codes(int offset) {
+  constexpr int magnitudes[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+  std::array<uint8_t, 64> t{};
+  for (size_t i = 0; i < 64; ++i) t[i] = static_cast<uint8_t>(offset + (i & 8 ? -1 : 1) * magnitudes[i & 7]);
+  return t;
 }
 
-// True when a block scale of the tile is NaN.
-inline bool has_nan_scale(const Store& s, const Tile& tile, int head) {
-  if (s.block_scale.base == nullptr) return false;
-  const int64_t each = s.dim / 16;
+// Which of `heads` heads have a block scale in the tile that is NaN: all of them, where their scales lie side by side.
+inline uint32_t heads_with_nan_scale(const Store& s, const Tile& tile, int head, int heads) {
+  if (s.block_scale.base == nullptr) return 0;
+  const int64_t each = s.dim / 16, stride = s.block_scale.stride_n;
+  const bool beside = s.block_scale.stride_h == each;
   const __m512i nan = _mm512_set1_epi8(0x7f);
-  __mmask64 found = 0;
-  for (int j = 0; j < tile.num_runs; ++j) {
-    const Run& run = tile.runs[j];
-    const uint8_t* p = s.block_scale.at(run.block, head, run.offset);
-    const bool dense = s.block_scale.stride_n == each;
-    const int64_t row = dense ? each * run.count : each;
-    for (int i = 0; i < (dense ? 1 : run.count); ++i, p += s.block_scale.stride_n)
-      for (int64_t at = 0; at < row; at += 64)
-        found |= _mm512_cmpeq_epi8_mask(load_part(p + at, static_cast<int>(row - at)), nan);
+  uint32_t found = 0;
+  for (int h = 0; h < (beside ? 1 : heads); ++h) {
+    const int64_t row = beside ? heads * each : each;
+    __mmask64 any = 0;
+    for (int j = 0; j < tile.num_runs; ++j) {
+      const Run& run = tile.runs[j];
+      const uint8_t* p = s.block_scale.at(run.block, head + h, run.offset);
+      const int64_t bytes = stride == row ? row * run.count : row;
+      for (int i = 0; i < (stride == row ? 1 : run.count); ++i, p += stride)
+        for (int64_t at = 0; at < bytes; at += 64)
+          any |= _mm512_cmpeq_epi8_mask(load_part(p + at, static_cast<int>(bytes - at)), nan);
+    }
+    if (any != 0) found |= beside ? (1u << heads) - 1 : 1u << h;
   }
-  return found != 0;
+  return found;
 }
 
-// Up to eight scales of two tokens side by side.
-inline __m128i scales_of_pair(const uint8_t* x, const uint8_t* y, int count) {
-  if (count >= 8)
-    return _mm_insert_epi64(_mm_loadu_si64(x),
-                            *reinterpret_cast<const int64_t __attribute__((aligned(1), may_alias))*>(y), 1);
-  const auto some = static_cast<__mmask16>((1 << count) - 1);
-  return _mm_unpacklo_epi64(_mm_maskz_loadu_epi8(some, x), _mm_maskz_loadu_epi8(some, y));
+// The scales of up to eight blocks of 16 tokens: four of a token in a lane of each vector.
+inline void scale_words(const uint8_t* const* p, int block, int count, __m512i& low, __m512i& high) {
+  const auto some = static_cast<__mmask16>(count >= 8 ? 0xff : (1 << count) - 1);
+  const auto two = [&](int t) __attribute__((always_inline)) {
+    const uint8_t *x = p[t] + block, *y = p[t + 1] + block;
+    if (count < 8) return _mm_unpacklo_epi64(_mm_maskz_loadu_epi8(some, x), _mm_maskz_loadu_epi8(some, y));
+    return _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(_mm_loadu_si64(x)), reinterpret_cast<const double*>(y)));
+  };
+  __m512i v[2];
+  for (int i = 0; i < 2; ++i) {
+    v[i] = _mm512_inserti32x4(_mm512_castsi128_si512(two(8 * i)), two(8 * i + 2), 1);
+    v[i] = _mm512_inserti32x4(_mm512_inserti32x4(v[i], two(8 * i + 4), 2), two(8 * i + 6), 3);
+  }
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  low = _mm512_permutex2var_epi32(v[0], even, v[1]);
+  high = _mm512_permutex2var_epi32(v[0], _mm512_add_epi32(even, _mm512_set1_epi32(1)), v[1]);
 }
 
-// Places for vpermb and vpshufb: byte 2 of lane l is scale `of(l)`; the other bytes are masked or have bit 7.
-template <class Of>
-constexpr std::array<uint8_t, 64> scale_places(Of of) {
-  std::array<uint8_t, 64> place{};
-  for (size_t i = 0; i < 64; ++i) place[i] = static_cast<uint8_t>(i % 4 == 2 ? of(i / 4) : 0x80);
-  return place;
+// E4M3 codes, neither negative nor NaN, in byte `i` of the lanes, as floats that are 2^120 times too small.
+constexpr float kSmall = 0x1p120f;
+inline __m512 small_scales(__m512i words, int i) {
+  const __m512i at = _mm512_rolv_epi32(words, _mm512_set1_epi32((20 - 8 * i) & 31));
+  return _mm512_castsi512_ps(_mm512_and_si512(at, _mm512_set1_epi32(0x07f00000)));
 }
 
-// As scores_by_halves. No scale may be NaN.
+// 16 bytes of four tokens, side by side; 8 where `half`.
+template <bool half>
+KVPOOL_INLINE __m512i load_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
+  const auto load = [](const uint8_t* p) {
+    return half ? _mm_loadu_si64(p) : _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  };
+  const __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(load(a)), load(b), 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(x, load(c), 2), load(d), 3);
+}
+
+// Whole numbers x[dim] of one row to its place in the queries of a head, where its blocks lie `step` bytes apart.
+inline void place_nvfp4_query(const float* x, int dim, uint8_t* q, int64_t step) {
+  for (int d = 0; d < dim; d += 16, q += step) {
+    int32_t start = 0;
+    for (int i = 0; i < 16; ++i) {
+      const auto whole = static_cast<int32_t>(x[d + i]);
+      const int32_t high = (whole + 64) >> 7;
+      // A dword of codes holds eight elements: the even ones are looked up first.
+      const int at = i / 8 * 8 + i % 2 * 4 + i % 8 / 2;
+      q[at] = static_cast<uint8_t>(high);
+      q[16 + at] = static_cast<uint8_t>(whole - 128 * high);
+      start -= whole;
+    }
+    std::memcpy(q + 32, &start, sizeof(start));
+  }
+}
+
+using Dword __attribute__((may_alias)) = int32_t;
+
+inline __m512i broadcast_dword(const uint8_t* p) { return _mm512_set1_epi32(*reinterpret_cast<const Dword*>(p)); }
+
+// Sums of products of four codes and the four numbers at `p`. Compilers would broadcast those by an instruction of its
+// own: 24 cycles a token instead of 22.5.
+inline __m512i add_products(__m512i sum, __m512i codes, const uint8_t* p) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<const Dword*>(p)));
+  return sum;
+}
+
+// Scores of 16 tokens against B blocks, of which words[2 b] and words[2 b + 1] hold the codes, a token a lane.
+template <int R, int B>
+KVPOOL_INLINE void nvfp4_score_blocks(__m512i table, const __m512i* words, const uint8_t* q, const __m512* scale,
+                                      __m512 (&acc)[R]) {
+  __m512i codes[B][4], sum[B][R];
+  const auto add = [&](int part) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          sum[b][r] = add_products(sum[b][r], codes[b][i], q + (b * R + r) * kNvfp4QueryBytes + part + 4 * i);
+  };
+#pragma GCC unroll 2
+  for (int b = 0; b < B; ++b) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      codes[b][2 * i] = _mm512_permutexvar_epi8(words[2 * b + i], table);
+      codes[b][2 * i + 1] = _mm512_permutexvar_epi8(_mm512_srli_epi32(words[2 * b + i], 4), table);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[b][r] = broadcast_dword(q + (b * R + r) * kNvfp4QueryBytes + 32);
+  }
+  add(0);
+#pragma GCC unroll 2
+  for (int b = 0; b < B; ++b)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[b][r] = _mm512_slli_epi32(sum[b][r], 7);
+  add(16);
+#pragma GCC unroll 2
+  for (int b = 0; b < B; ++b)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[b][r]), scale[b], acc[r]);
+}
+
+// The codes of two blocks of 16 tokens, four dwords of each token; of one block where `half`.
+template <bool half>
+KVPOOL_INLINE void code_words(const uint8_t* const* p, int at, __m512i (&words)[4]) {
+  __m512i v[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) v[j] = load_four<half>(p[j] + at, p[4 + j] + at, p[8 + j] + at, p[12 + j] + at);
+  const __m512i first = _mm512_unpacklo_epi32(v[0], v[1]), second = _mm512_unpacklo_epi32(v[2], v[3]);
+  const __m512i third = _mm512_unpackhi_epi32(v[0], v[1]), fourth = _mm512_unpackhi_epi32(v[2], v[3]);
+  words[0] = _mm512_unpacklo_epi64(first, second);
+  words[1] = _mm512_unpackhi_epi64(first, second);
+  words[2] = _mm512_unpacklo_epi64(third, fourth);
+  words[3] = _mm512_unpackhi_epi64(third, fourth);
+}
+
+// s[r][t] = q[r] . k[t] for tokens [0, tokens), a token a lane. Queries: [block][R], see place_nvfp4_query. No scale
+// may be NaN.
 template <int R>
 inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead,
                          int lines) {
-  constexpr int P = padded_rows(R), T = 16 / P, U = R <= 4 ? 2 : 1, step = R * 128;
-  const Nvfp4Codes codes;
-  const int row = dim / 2;
-  alignas(64) static constexpr auto first = scale_places([](size_t l) { return l / 8 * 8 + l % 8 / 2; });
-  alignas(64) static constexpr auto second = scale_places([](size_t l) { return l / 8 * 8 + 4 + l % 8 / 2; });
-  for (int t = 0; t < tokens; t += 2 * T) {
-    ahead.fetch(2 * T * lines);
-    __m512 acc[16];
-#pragma GCC unroll 16
-    for (__m512& a : acc) a = _mm512_setzero_ps();
-    for (int at = 0; at < row; at += 64)
-#pragma GCC unroll 16
-      for (int j = 0; j < T; j += U) {
-        const uint8_t *const *x = k.data + t + j, *const *y = x + T;
-        __m512i both[U];
-        for (int u = 0; u < U; ++u)
-          both[u] = _mm512_castsi128_si512(
-              scales_of_pair(k.block_scale[t + j + u] + at / 8, k.block_scale[t + T + j + u] + at / 8, (row - at) / 8));
-        const auto piece = [&](int part, const std::array<uint8_t, 64>& place) __attribute__((always_inline)) {
-          const uint16_t* qp = q + (at / 32 + part) * step;
-          const int bytes = row - at - 32 * part;
-          __m512i c[U];
-          __m512 sum[U][R];
-          for (int u = 0; u < U; ++u) c[u] = load_halves(x[u] + at + 32 * part, y[u] + at + 32 * part, bytes);
+  alignas(64) static constexpr auto codes = doubled_codes(kCodeOffset);
+  const __m512i table = _mm512_load_si512(codes.data());
+  const int blocks = dim / 16, each = (16 * lines * 2 + blocks - 1) / blocks;
+  __m512i words[4];  // of the next blocks, loaded during the products of these
+  const auto load = [&](int t, int b) __attribute__((always_inline)) {
+    if (b + 1 < blocks) {
+      code_words<false>(k.data + t, 8 * b, words);
+    } else {
+      code_words<true>(k.data + t, 8 * b, words);
+    }
+  };
+  load(0, 0);
+  for (int t = 0; t < tokens; t += 16) {
+    const auto* piece = reinterpret_cast<const uint8_t*>(q);
+    __m512 acc[R];
+    for (auto& a : acc) a = _mm512_setzero_ps();
+    for (int b = 0; b < blocks; b += 8) {
+      __m512i scales[2];
+      scale_words(k.block_scale + t, b, blocks - b, scales[0], scales[1]);
 #pragma GCC unroll 4
-          for (int n = 0; n < 4; ++n) {
-            __m512i w[U];
-            for (int u = 0; u < U; ++u) w[u] = codes.widen(c[u], n);
-            for (int r = 0; r < R; ++r) {
-              const __m512i qr = _mm512_load_si512(qp + (r * 4 + n) * 32);
-              for (int u = 0; u < U; ++u) sum[u][r] = dot(n == 0 ? _mm512_setzero_ps() : sum[u][r], w[u], qr);
-            }
-          }
-          for (int u = 0; u < U; ++u) {
-            const __m512 scale = block_scales(
-                _mm512_maskz_permutexvar_epi8(0x4444444444444444, _mm512_load_si512(place.data()), both[u]));
-            for (int r = 0; r < R; ++r) acc[r * T + j + u] = _mm512_fmadd_ps(sum[u][r], scale, acc[r * T + j + u]);
-          }
-        };
-        piece(0, first);
-        if (row - at > 32) piece(1, second);
+      for (int i = 0; i < 8; i += 2) {
+        if (b + i >= blocks) break;
+        ahead.fetch(each);
+        const __m512i now[4] = {words[0], words[1], words[2], words[3]};
+        if (b + i + 2 < blocks) {
+          load(t, b + i + 2);
+        } else if (t + 16 < tokens) {
+          load(t + 16, 0);
+        }
+        const __m512 scale[2] = {small_scales(scales[i / 4], i % 4), small_scales(scales[i / 4], i % 4 + 1)};
+        if (R <= 4 && b + i + 1 < blocks) {
+          nvfp4_score_blocks<R, 2>(table, now, piece, scale, acc);
+        } else {
+          nvfp4_score_blocks<R, 1>(table, now, piece, scale, acc);
+          if (b + i + 1 < blocks)
+            nvfp4_score_blocks<R, 1>(table, now + 2, piece + R * kNvfp4QueryBytes, scale + 1, acc);
+        }
+        piece += 2 * R * kNvfp4QueryBytes;
       }
-    half_sums<P, R>(acc, s + t);
+    }
+    for (int r = 0; r < R; ++r) _mm512_storeu_ps(s + r * kTile + t, _mm512_mul_ps(acc[r], splat(kSmall)));
   }
 }
 
-// Probabilities times the block scales of 128 elements, as pairs of two tokens: [pair][R][16].
+// Probabilities times the scales of two blocks, whole numbers in two bytes: of each four tokens the high bytes
+// [block][token], then the low ones.
+struct Nvfp4Probabilities {
+  alignas(64) uint8_t bytes[4][kTile / 4][16];
+};
+
+// Scales of the blocks of a tile, see scale_words.
+using Nvfp4Scales = __m512i[(kMaxDim + 127) / 128][kTile / 16][2];
+
+// What the rows' numbers are multiples of: the largest probability times a token's largest scale becomes 2^16 - 1.
 template <int R>
-inline void scaled_pairs(const float* p, const CodeRows& v, int tokens, int d, int dim, uint32_t* out) {
-  // Lanes alternate between the tokens; each block has two such pairs.
-  alignas(64) static constexpr auto low = scale_places([](size_t l) { return l % 2 * 8 + l / 4; });
-  alignas(64) static constexpr auto high = scale_places([](size_t l) { return l % 2 * 8 + 4 + l / 4; });
-  for (int t = 0; t < tokens; t += 2) {
-    const __m512i both = _mm512_broadcast_i32x4(
-        scales_of_pair(v.block_scale[t] + d / 16, v.block_scale[t + 1] + d / 16, (dim - d) / 16));
-    const __m512 a = block_scales(_mm512_shuffle_epi8(both, _mm512_load_si512(low.data())));
-    const __m512 b = block_scales(_mm512_shuffle_epi8(both, _mm512_load_si512(high.data())));
+inline void nvfp4_units(const float* p, const Nvfp4Scales& scales, int tokens, int blocks, float (&inverse)[R],
+                        float (&unit)[R]) {
+  __m512 top[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      double two;
-      std::memcpy(&two, p + r * kTile + t, sizeof(two));
-      const __m512 pr = _mm512_castpd_ps(_mm512_set1_pd(two));
-      _mm512_store_si512(out + (t / 2 * R + r) * 16,
-                         reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(b, pr), _mm512_mul_ps(a, pr))));
+  for (auto& x : top) x = _mm512_setzero_ps();
+  for (int t = 0; t < tokens; t += 16) {
+    __m512i most = _mm512_setzero_si512();
+    for (int b = 0; b < blocks; b += 8)
+      most = _mm512_max_epu8(most, _mm512_max_epu8(scales[b / 8][t / 16][0], scales[b / 8][t / 16][1]));
+    most = _mm512_max_epu8(most, _mm512_srli_epi32(most, 16));
+    most = _mm512_max_epu8(most, _mm512_srli_epi32(most, 8));
+    const __m512 scale = _mm512_mul_ps(small_scales(most, 0), splat(kSmall));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) top[r] = _mm512_max_ps(top[r], _mm512_mul_ps(scale, _mm512_load_ps(p + r * kTile + t)));
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const float highest = _mm512_reduce_max_ps(top[r]), most = 65535.0f;
+    inverse[r] = highest > 0x1p-100f ? most / highest : 0.0f;
+    unit[r] = highest / (2 * most);  // codes are doubled
+  }
+}
+
+// Probabilities, in units of the row's, of tokens [t, t + 16) and of blocks 2 pair and 2 pair + 1.
+template <int R>
+KVPOOL_INLINE void nvfp4_probabilities(const float (&p)[R][kTile], const Nvfp4Scales& scales, int t, int pair,
+                                       Nvfp4Probabilities& out) {
+  const __m512i apart = _mm512_broadcast_i32x4(_mm_set_epi8(14, 12, 10, 8, 6, 4, 2, 0, 15, 13, 11, 9, 7, 5, 3, 1));
+  const __m512i words = scales[pair / 4][t / 16][pair % 4 / 2];
+  const __m512 first = _mm512_mul_ps(small_scales(words, pair % 2 * 2), splat(kSmall));
+  const __m512 second = _mm512_mul_ps(small_scales(words, pair % 2 * 2 + 1), splat(kSmall));
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const __m512 x = _mm512_load_ps(p[r] + t);
+    const __m512i both =
+        _mm512_packus_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(x, first)), _mm512_cvtps_epi32(_mm512_mul_ps(x, second)));
+    _mm512_store_si512(out.bytes[r][t / 4], _mm512_shuffle_epi8(both, apart));
+  }
+}
+
+// Sums of 32 elements in order, from even ones and odd ones whose lanes alternate between the two blocks.
+inline void ordered_blocks(__m512 even, __m512 odd, __m512 (&out)[2]) {
+  const __m512i first = _mm512_set_epi32(30, 14, 28, 12, 26, 10, 24, 8, 22, 6, 20, 4, 18, 2, 16, 0);
+  out[0] = _mm512_permutex2var_ps(even, first, odd);
+  out[1] = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(1)), odd);
+}
+
+// Sums of 32 elements, or of 16 where `half`, from 32 pair on.
+template <int R, bool half>
+KVPOOL_INLINE void nvfp4_value_blocks(const Nvfp4Probabilities& p, const float (&unit)[R], const CodeRows& v,
+                                      int tokens, int pair, float* o, int64_t pitch, int rows, Stream& ahead,
+                                      int lines) {
+  alignas(64) static constexpr auto codes = doubled_codes(0);
+  // Lane l: byte l / 2 of block l % 2 of four tokens.
+  alignas(64) static constexpr auto places = [] {
+    std::array<uint8_t, 64> place{};
+    for (size_t i = 0; i < 64; ++i) place[i] = static_cast<uint8_t>(i % 4 * 16 + i / 4 % 2 * 8 + i / 8);
+    return place;
+  }();
+  const __m512i table = _mm512_load_si512(codes.data()), order = _mm512_load_si512(places.data());
+  const int at = 16 * pair;
+  __m512i acc[R][2][2];
+#pragma GCC unroll 4
+  for (auto& row : acc)
+    for (auto& part : row)
+      for (auto& sum : part) sum = _mm512_setzero_si512();
+  for (int t = 0; t < tokens; t += 16) {
+    ahead.fetch(4 * lines);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const int i = t + 4 * j;
+      const uint8_t* const* x = v.data + i;
+      const __m512i c = _mm512_permutexvar_epi8(order, load_four<half>(x[0] + at, x[1] + at, x[2] + at, x[3] + at));
+      const __m512i even = _mm512_permutexvar_epi8(c, table);
+      const __m512i odd = _mm512_permutexvar_epi8(_mm512_srli_epi32(c, 4), table);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; ++part) {
+          int64_t both;
+          std::memcpy(&both, p.bytes[r][i / 4] + 8 * part, sizeof(both));
+          const __m512i pr = _mm512_set1_epi64(both);
+          acc[r][part][0] = _mm512_dpbusd_epi32(acc[r][part][0], pr, even);
+          acc[r][part][1] = _mm512_dpbusd_epi32(acc[r][part][1], pr, odd);
+        }
     }
   }
-}
-
-// Sums of 128 elements from quarters: s[half][j] has in lane l the element 16 (l / 2) + 8 half + 4 (l % 2) + j.
-inline void ordered_quarters(const __m512 (&s)[2][4], __m512 (&out)[8]) {
-  __m512 u[2][4];
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; ++h) {
-    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(s[h][0], s[h][1]));
-    const __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(s[h][2], s[h][3]));
-    const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(s[h][0], s[h][1]));
-    const __m512d e = _mm512_castps_pd(_mm512_unpackhi_ps(s[h][2], s[h][3]));
-    u[h][0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-    u[h][1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-    u[h][2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, e));
-    u[h][3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, e));
-  }
-#pragma GCC unroll 2
-  for (int m = 0; m < 2; ++m) {
-    const __m512 w = u[0][2 * m], x = u[0][2 * m + 1], y = u[1][2 * m], z = u[1][2 * m + 1];
-    const __m512 a = _mm512_shuffle_f32x4(w, x, 0x44), b = _mm512_shuffle_f32x4(w, x, 0xee);
-    const __m512 c = _mm512_shuffle_f32x4(y, z, 0x44), e = _mm512_shuffle_f32x4(y, z, 0xee);
-    out[m] = _mm512_shuffle_f32x4(a, c, 0x88);
-    out[2 + m] = _mm512_shuffle_f32x4(a, c, 0xdd);
-    out[4 + m] = _mm512_shuffle_f32x4(b, e, 0x88);
-    out[6 + m] = _mm512_shuffle_f32x4(b, e, 0xdd);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    if (r >= rows) return;
+    __m512 sum[2], out[2];
+    for (int i = 0; i < 2; ++i)
+      sum[i] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(acc[r][0][i], 8), acc[r][1][i]));
+    ordered_blocks(sum[0], sum[1], out);
+    float* to = o + r * pitch + 32 * pair;
+    for (int i = 0; i < (half ? 1 : 2); ++i)
+      _mm512_storeu_ps(to + 16 * i, _mm512_fmadd_ps(out[i], _mm512_set1_ps(unit[r]), _mm512_loadu_ps(to + 16 * i)));
   }
 }
 
@@ -169,48 +329,28 @@ inline void ordered_quarters(const __m512 (&s)[2][4], __m512 (&out)[8]) {
 template <int R>
 inline void nvfp4_values(const float* p, const CodeRows& v, int tokens, int dim, float* o, int64_t pitch, int rows,
                          Stream& ahead, int lines) {
-  const Nvfp4Codes codes;
-  alignas(64) uint32_t pairs[kTile / 2 * R * 16];
-  alignas(64) static constexpr auto words = [] {
-    std::array<std::array<uint16_t, 32>, 2> w{};
-    for (size_t h = 0; h < 2; ++h)
-      for (size_t l = 0; l < 16; ++l) {
-        w[h][2 * l] = static_cast<uint16_t>(l / 2 * 4 + l % 2 + 2 * h);
-        w[h][2 * l + 1] = static_cast<uint16_t>(w[h][2 * l] + 32);
-      }
-    return w;
-  }();
-  for (int d = 0; d < dim; d += 128) {
-    scaled_pairs<R>(p, v, tokens, d, dim, pairs);
-    const int bytes = (dim - d) / 2;
-    __m512 total[R][2][4];
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const __m512i order = _mm512_load_si512(words[static_cast<size_t>(h)].data());
-      __m512 acc[R][4];
-      for (int r = 0; r < R; ++r)
-        for (int n = 0; n < 4; ++n) acc[r][n] = _mm512_setzero_ps();
-      for (int t = 0; t < tokens; t += 2) {
-        if (t % 16 == 0) ahead.fetch(lines);
-        const __m512i c = _mm512_permutex2var_epi16(load_part(v.data[t] + d / 2, bytes), order,
-                                                    load_part(v.data[t + 1] + d / 2, bytes));
-        __m512i w[4];
-        for (int n = 0; n < 4; ++n) w[n] = codes.widen(c, n);
-        for (int r = 0; r < R; ++r) {
-          const __m512i pr = _mm512_load_si512(pairs + (t / 2 * R + r) * 16);
-          for (int n = 0; n < 4; ++n) acc[r][n] = dot(acc[r][n], w[n], pr);
-        }
-      }
-      for (int r = 0; r < R; ++r)
-        for (int n = 0; n < 4; ++n) total[r][h][n] = acc[r][n];
-    }
-    for (int r = 0; r < R && r < rows; ++r) {
-      __m512 sums[8];
-      ordered_quarters(total[r], sums);
-      for (int n = 0; n < 8 && d + 16 * n < pitch; ++n) {
-        float* to = o + r * pitch + d + 16 * n;
-        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sums[n]));
-      }
+  const int blocks = (dim + 15) / 16;
+  Nvfp4Scales scales;
+  for (int b = 0; b < blocks; b += 8)
+    for (int t = 0; t < tokens; t += 16)
+      scale_words(v.block_scale + t, b, blocks - b, scales[b / 8][t / 16][0], scales[b / 8][t / 16][1]);
+  float inverse[R], unit[R];
+  nvfp4_units<R>(p, scales, tokens, blocks, inverse, unit);
+  alignas(64) float x[R][kTile];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < tokens; t += 16)
+      // Nothing becomes inf beside a scale of zero.
+      _mm512_store_ps(
+          x[r] + t,
+          _mm512_min_ps(_mm512_mul_ps(_mm512_load_ps(p + r * kTile + t), _mm512_set1_ps(inverse[r])), splat(0x1p60f)));
+  Nvfp4Probabilities bytes;
+  for (int i = 0; 2 * i < blocks; ++i) {
+    for (int t = 0; t < tokens; t += 16) nvfp4_probabilities<R>(x, scales, t, i, bytes);
+    if (2 * i + 1 < blocks) {
+      nvfp4_value_blocks<R, false>(bytes, unit, v, tokens, i, o, pitch, rows, ahead, lines);
+    } else {
+      nvfp4_value_blocks<R, true>(bytes, unit, v, tokens, i, o, pitch, rows, ahead, lines);
     }
   }
 }

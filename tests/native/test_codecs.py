@@ -267,7 +267,7 @@ def test_a_stored_nan_reaches_what_it_belongs_to_and_nothing_else(isa: str, part
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8", "nvfp4-token"])
 def test_a_nan_query_reaches_its_own_row(isa: str, codec: str) -> None:
     heads, dim, n = 2, 64, 16
     batch = Batch([70], [1], n, 6)
@@ -287,13 +287,14 @@ def test_a_nan_query_reaches_its_own_row(isa: str, codec: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 300.0])
-def test_int8_keeps_what_bf16_would_round(isa: str, group: int, factor: float) -> None:
-    """Whole numbers of 16 bits stand for queries and probabilities: 2^-16 of the largest, where bf16 keeps 2^-9."""
+@pytest.mark.parametrize("codec", ["int8", "nvfp4", "nvfp4-token"])
+def test_whole_numbers_keep_what_bf16_would_round(isa: str, group: int, factor: float, codec: str) -> None:
+    """Whole numbers of 15 or 16 bits stand for queries and probabilities, where bf16 keeps 8."""
     heads, dim, n, length = 2, 128, 16, 500
     g = torch.Generator().manual_seed(6)
     batch = Batch([length], [1], n, 40)
     pool = workers(isa)
-    stores = [CodedStore("int8", 40, heads, n, (dim,), "HND") for _ in range(2)]
+    stores = [CodedStore(codec, 40, heads, n, (dim,), "HND", 0.002) for _ in range(2)]
     slots = batch.slots_of(0)
     for store in stores:
         write(pool, store, slots, torch.randn(length, heads, dim, generator=g) * torch.rand(length, 1, 1, generator=g))
