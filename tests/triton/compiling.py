@@ -1,8 +1,8 @@
 """Compiles for a GPU, on a machine without one, exactly the kernels that the backend would launch.
 
 Run as a program (`python compiling.py --help`); the tests start it in a process of its own, since Triton is either
-interpreted or compiled for the life of a process. The backend's launches are recorded with their arguments; each is
-compiled for the target as the launch would have it, and what the compiler used is read off the result.
+interpreted or compiled for the life of a process. Triton itself binds and specialises the backend's launches, which are
+recorded; each is compiled for the target as the launch would have it, and what the compiler used is read off.
 """
 
 from __future__ import annotations
@@ -26,81 +26,67 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int8: "i8",
-    torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """What a kernel is compiled for of a tensor."""
-
-    type: str
-    aligned: bool
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch; its arguments have pointers for tensors."""
+    """One recorded launch: what Triton would compile for it, and how."""
 
     kernel: Any
-    arguments: dict[str, Any]
+    source: ASTSource
     options: dict[str, Any]
-
-    def source(self) -> tuple[Any, dict[str, Any]]:
-        """Return what `triton.compile` takes, specialised as a launch specialises."""
-        signature, constants, attributes = {}, {}, {}
-        for index, parameter in enumerate(self.kernel.params):
-            value = self.arguments[parameter.name]
-            if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = value
-                continue
-            if isinstance(value, Pointer):
-                signature[parameter.name], aligned = value.type, value.aligned
-            elif isinstance(value, float):
-                signature[parameter.name], aligned = "fp32", False
-            else:
-                signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                aligned = value % 16 == 0
-            if aligned:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        return ASTSource(self.kernel, signature, constants, attributes), self.options
 
     def key(self) -> str:
         """Return a text equal for launches that compile to the same code."""
-        source, options = self.source()
-        return f"{source.hash()}{sorted(options.items())}"
+        return f"{self.source.hash()}{self.options}"
 
 
-def described(x: Any) -> Any:
-    return Pointer("*" + TYPES[x.dtype], x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else x
+class Pretended:
+    """Stands for the driver of a GPU that is not here, as far as a launch asks it, and for a compiled kernel."""
+
+    function, packed_metadata = None, ()
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        pass
+
+    def run(self, *arguments: Any) -> None:
+        pass
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Record launches instead of making them."""
+def recorded(capability: int) -> Iterator[list[Launch]]:
+    """Record launches: Triton binds and specialises them as it would on a GPU, and nothing is compiled or launched."""
     launches: list[Launch] = []
+    pretended = Pretended(capability)
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        names = [p.name for p in self.params]
-        options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
-        arguments = {name: described(x) for name, x in (dict(zip(names, args, strict=False)) | kwargs).items()}
-        missing = set(names) - set(arguments)
-        assert not missing, f"{self.__name__} lacks {missing}"
-        assert set(arguments) <= set(names), f"{self.__name__} has no {set(arguments) - set(names)}"
-        launches.append(Launch(self, arguments, options))
+    def keep(
+        kernel: Any, _: Any, signature: Any, __: int, constants: Any, options: Any, places: Any, *rest: Any
+    ) -> Any:
+        known = {place: attributes for place, attributes in places.items() if attributes}
+        launches.append(Launch(kernel, ASTSource(kernel, signature, constants, known), dict(options.__dict__)))
+        return pretended
 
-    original = JITFunction.run
-    JITFunction.run = run
+    original = JITFunction._do_compile
+    JITFunction._do_compile = keep
+    driver.set_active(pretended)
     try:
         yield launches
     finally:
-        JITFunction.run = original
+        JITFunction._do_compile = original
 
 
 def tool(name: str) -> str:
@@ -177,9 +163,8 @@ def narrow_products(ttir: str) -> list[str]:
 
 def compile_launch(launch: Launch, capability: int) -> dict[str, Any]:
     """Compile one launch and return what it uses."""
-    source, options = launch.source()
     started = time.perf_counter()
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = triton.compile(launch.source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     ptx = compiled.asm["ptx"]
     return {
         "kernel": launch.kernel.__name__,
@@ -216,7 +201,7 @@ def find_launches(capability: int, only: str, full: bool) -> list[tuple[str, Lau
     found: dict[str, tuple[str, Launch]] = {}
     for name, run in variants(full):
         if re.search(only, name):
-            with recorded() as launches:
+            with recorded(capability) as launches:
                 run(target)
             for launch in launches:
                 found.setdefault(launch.key(), (name, launch))
