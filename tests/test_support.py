@@ -47,9 +47,25 @@ def test_flashinfer_s_column_is_what_its_export_takes(codec: str) -> None:
         assert not support.refusal("flashinfer", plan)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_flashinfer_s_latents_are_those_its_adapter_reads(codec: str) -> None:
+    from kvpool.backends.flashinfer import latent_type
+    from kvpool.pools import Pools
+
+    for kind in (LatentKind(512, 64), LatentKind(256, 32)):
+        try:
+            plan = kv.make_plan(spec_of(kind), codec=codec, num_blocks=2)
+        except kv.PlanError:
+            continue  # no such cache
+        taken = latent_type(Pools(plan, "cpu").part(0, "latent"))
+        known = taken is not None and (taken.itemsize > 1 or kind.kv_lora_rank == 512)
+        assert known == (not support.refusal("flashinfer", plan))
+
+
 @pytest.mark.parametrize(
     ("kinds", "lifetime", "reason"),
     [
+        ((LatentKind(256, 32),), FULL, r"latents of (512, 64) only"),
         ((KVKind(2, 64),), Lifetime(chunk=64), "chunked"),
         ((KVKind(2, 64),), Lifetime(window=64, sink_tokens=4), "sink tokens"),
         ((LatentKind(64, 32), IndexerKind(64)), FULL, "sparse slots"),
@@ -58,7 +74,8 @@ def test_flashinfer_s_column_is_what_its_export_takes(codec: str) -> None:
 def test_flashinfer_s_column_names_what_it_has_no_kernel_for(
     kinds: tuple[object, ...], lifetime: Lifetime, reason: str
 ) -> None:
-    plan = kv.make_plan(spec_of(*kinds, lifetime=lifetime), codec="bf16", num_blocks=8)
+    codec = "fp8-tensor" if "latents" in reason else "bf16"
+    plan = kv.make_plan(spec_of(*kinds, lifetime=lifetime), codec=codec, num_blocks=8)
     assert reason in support.refusal("flashinfer", plan)
     assert not any(support.refusal(name, plan) for name in ("reference", "cpu", "triton"))
 

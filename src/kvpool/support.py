@@ -30,6 +30,8 @@ NATIVE_DIM = 1024
 #: Containers and scale planes of the quantised caches FlashInfer takes.
 FLASHINFER_CODES = ("e4m3", "e5m2", "e2m1x2")
 FLASHINFER_SCALES = ((), (("scale", "fp32"),), (("block_scale", "e4m3"),))
+#: Latent and rope part of the FP8 latents it takes, of one scale a layer.
+FLASHINFER_LATENT = (512, 64)
 #: Plain containers it takes.
 FLASHINFER_PLAIN = ("fp16", "bf16")
 MODES = ("kernel", "gather", "refused")
@@ -80,8 +82,14 @@ def _flashinfer(pool: PoolPlan, lifetime: Lifetime | None) -> str:
     if isinstance(pool.kind, LatentKind) and pool.vector.dim != pool.kind.kv_lora_rank + pool.kind.qk_rope_head_dim:
         return "FlashInfer takes latents and their rope part in one format only; use backend='triton'"
     data, *scales = ((p.name, p.dtype) for p in get_codec(pool.codec).planes(pool.vector))
-    codes = data[1] in FLASHINFER_CODES and tuple(scales) in FLASHINFER_SCALES
-    if data[1] in FLASHINFER_PLAIN or (codes and not isinstance(pool.kind, LatentKind)):
+    if isinstance(pool.kind, LatentKind):
+        codes = data[1] == "e4m3" and not scales
+        sizes = (pool.kind.kv_lora_rank, pool.kind.qk_rope_head_dim)
+        if codes and sizes != FLASHINFER_LATENT:
+            return f"FlashInfer takes FP8 latents of {FLASHINFER_LATENT} only, not of {sizes}; use backend='triton'"
+    else:
+        codes = data[1] in FLASHINFER_CODES and tuple(scales) in FLASHINFER_SCALES
+    if data[1] in FLASHINFER_PLAIN or codes:
         return ""
     return f"FlashInfer takes no {describe.kind_name(pool)} cache of codec {pool.codec!r}; use backend='triton'"
 

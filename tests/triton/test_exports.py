@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,6 @@ from kvpool.errors import LayoutError, UnsupportedError
 from kvpool.kinds import KVKind, LatentKind, Lifetime
 from kvpool.layout import LAYOUTS
 
-#: FlashInfer, and what its import needs beside torch; not among the packages of the development environment (300 MB).
-FLASHINFER = ("flashinfer-python==0.7.4", "apache-tvm-ffi==0.1.15.post2", "einops==0.8.2", "nvidia-ml-py==13.615.71")
 REFERENCE = ReferenceBackend()
 
 
@@ -95,8 +94,41 @@ def test_options_flashinfer_does_not_know_are_refused_by_name() -> None:
     assert "sink tokens" in refusal((k,), v, Attention(1.0, Lifetime(window=8, sink_tokens=2)))
     assert "sparse" in refusal((k,), v, Attention(1.0, indices=torch.zeros(1, 1)))
     assert "tree" in refusal((k,), v, Attention(1.0, tree=torch.zeros(1, 1)))
+    assert refusal((k,), v, Attention(1.0, sinks=torch.zeros(4))) == ""
     (latent,) = Scene(LATENT, "fp8").parts("latent")
-    assert "latents" in refusal((latent,), latent, Attention(1.0))
+    assert "latents in fp8" in refusal((latent,), latent, Attention(1.0))
+    (latent,) = Scene(LatentKind(512, 64), "fp8-tensor").parts("latent")
+    assert refusal((latent,), latent, Attention(1.0)) == ""
+
+
+def test_sinks_and_the_log_sum_exp_are_ours_whatever_flashinfer_s_wrapper_makes_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its `fa2` kernels know no sinks, and its log-sum-exp is one of base 2."""
+    scene = Scene(KV, "bf16")
+    k, v = scene.filled("k", "v")
+    scene.step.paged = lambda group: (torch.zeros(4, dtype=torch.int32),) * 3
+    asked = Attention(64**-0.5, sinks=torch.tensor([-1.0, 0.0, 3.0, 90.0]))
+
+    class Wrapper:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.plan = lambda *_, **__: None
+
+        def run(self, q: torch.Tensor, cache: Any, *, out: torch.Tensor, return_lse: bool, **scales: Any) -> Any:
+            lse = torch.empty(out.shape[:2])
+            REFERENCE.attend(q, (k,), v, 64, scene.step, Attention(asked.scale), out, lse)
+            return (out, lse / np.log(2)) if return_lse else out
+
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
+    backend = FlashInferBackend("cpu")
+    q = scene.normal(5, 4, 64)
+    got, want = torch.empty(5, 4, 64), torch.empty(5, 4, 64)
+    got_lse, want_lse = torch.empty(5, 4), torch.empty(5, 4)
+    for options in (asked, Attention(asked.scale)):
+        backend.attend(q, (k,), v, 64, scene.step, options, got, got_lse)
+        REFERENCE.attend(q, (k,), v, 64, scene.step, options, want, want_lse)
+        assert (got - want).abs().max() < 1e-5
+        assert (got_lse - want_lse).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -240,16 +272,22 @@ def test_trtllm_s_offsets_point_at_the_k_and_v_of_every_block() -> None:
         trtllm_block_offsets(table, scaled.pools[0], scaled.bytes_per_block)
 
 
+def flashinfer_folder() -> Path:
+    """Return where FlashInfer can be imported from; it is not among the packages of the development environment."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+    import peer
+
+    try:
+        return peer.install()
+    except OSError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.slow
 def test_nothing_of_this_file_is_skipped_beside_flashinfer_s_references() -> None:
     """They are torch and need no GPU; its wheel is in a folder of its own."""
     root = Path(__file__).parents[2]
-    folder = root / "build" / "flashinfer"
-    if not folder.exists():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *FLASHINFER]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"{FLASHINFER[0]} cannot be installed here: {done.stderr[-200:]}")
+    folder = flashinfer_folder()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(folder)])}
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not slow", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)

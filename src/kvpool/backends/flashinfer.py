@@ -16,6 +16,7 @@ from kvpool.backends.triton import TritonBackend
 from kvpool.errors import UnsupportedError
 from kvpool.pools import Part
 from kvpool.step import Step
+from kvpool.support import FLASHINFER_LATENT
 
 #: Bytes FlashInfer recommends for its partial results.
 WORKSPACE_BYTES = 128 << 20
@@ -35,11 +36,20 @@ def refusal(k: tuple[Part, ...], v: Part, options: Attention) -> str:
         return ""
     if len(k) > 1:
         return "latents whose rope part has a format of its own"
-    if v.planes["data"].tensor.dtype not in (torch.float16, torch.bfloat16):
+    if latent_type(v) is None:
         return f"latents in {v.codec.name}"
     if options.lifetime.window is not None or options.softcap or options.sinks is not None:
         return "windows, softcaps and sinks over latents"
     return ""
+
+
+def latent_type(part: Part) -> torch.dtype | None:
+    """Return the type of stored latents as FlashInfer reads them; None for what it does not know."""
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    if part.vector.dim == sum(FLASHINFER_LATENT):
+        types["e4m3"] = torch.float8_e4m3fn
+    name, *scales = (plane.dtype for plane in part.codec.planes(part.vector))
+    return None if scales else types.get(name)
 
 
 class FlashInferBackend(TritonBackend):
@@ -84,19 +94,23 @@ class FlashInferBackend(TritonBackend):
             return
         cache = paged_cache(k[0], v)
         wrapper = self._plan(q, k[0], v, cache, step, options)
-        scales = None if cache.k_scales is None else (cache.k_scales, cache.v_scales)
         result = wrapper.run(
             q,
             (cache.k, cache.v),
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             out=out,
-            return_lse=lse is not None,
-            sinks=None if options.sinks is None else options.sinks.float(),
-            kv_cache_sf=scales,
+            return_lse=lse is not None or options.sinks is not None,
+            kv_cache_sf=None if cache.k_scales is None else (cache.k_scales, cache.v_scales),
         )
-        if lse is not None:
-            lse.copy_(result[1] * math.log(2.0))  # theirs is base 2
+        if isinstance(result, tuple):
+            total = result[1] * math.log(2.0)  # theirs is base 2
+            if options.sinks is not None:  # `fa2` takes none, and its wrapper would leave them out without a word
+                seen, total = total, torch.logaddexp(total, options.sinks.float())
+                out.mul_((seen - total).exp().unsqueeze(-1))
+                total.masked_fill_(seen.isneginf(), float("-inf"))  # rows that see nothing
+            if lse is not None:
+                lse.copy_(total)
 
     def _plan(self, q: torch.Tensor, k: Part, v: Part, cache: PagedCache, step: Step, options: Attention) -> Any:
         window = -1 if options.lifetime.window is None else options.lifetime.window - 1  # theirs leaves itself out
@@ -139,29 +153,45 @@ class FlashInferBackend(TritonBackend):
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        whole = part.planes["data"].tensor[:, 0]  # [pages, page, D]
+        stored = latent_type(part)
+        assert stored is not None  # else it was refused
+        whole = part.planes["data"].tensor[:, 0].view(stored)  # [pages, page, D]
         latent, rope = whole[..., :v_dim], whole[..., v_dim:]
-        key = ("latent", part.group, q.shape[1], v_dim, rope.shape[-1], q.dtype, latent.dtype, options.scale)
+        asked = "none" if lse is None else "basee"
+        key = ("latent", part.group, q.shape[1], v_dim, rope.shape[-1], q.dtype, latent.dtype, options.scale, asked)
         if key not in self._wrappers:
             self._wrappers[key] = self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2")
         wrapper = self._wrappers[key]
         if key not in self._planned:
             indptr, indices, _ = step.paged(part.group)
             wrapper.plan(
-                step.cu_seqlens,
-                indptr,
-                indices.clamp(min=0),
-                step.groups[part.group].seq_lens,
-                q.shape[1],
-                v_dim,
-                rope.shape[-1],
-                part.tokens_per_block,
-                True,
-                options.scale,
-                q.dtype,
-                latent.dtype,
+                metadata=self._library.mla.MLAPlanMetadata.csr(
+                    qo_indptr=step.cu_seqlens,
+                    kv_indptr=indptr,
+                    kv_indices=indices.clamp(min=0),
+                    kv_len_arr=step.groups[part.group].seq_lens,
+                ),
+                num_heads=q.shape[1],
+                head_dim_ckv=v_dim,
+                head_dim_kpe=rope.shape[-1],
+                page_size=part.tokens_per_block,
+                causal=True,
+                sm_scale=options.scale,
+                q_data_type=q.dtype,
+                kv_data_type=latent.dtype,
+                query_layout="split",
+                kv_cache_layout="split",
+                lse_mode=asked,
             )
             self._planned.add(key)
-        result = wrapper.run(q[..., :v_dim], q[..., v_dim:], latent, rope, out=out, return_lse=lse is not None)
-        if lse is not None:
-            lse.copy_(result[1] * math.log(2.0))
+        scale = part.constants.scale if latent.dtype.itemsize == 1 else None
+        wrapper.run(
+            query=(q[..., :v_dim], q[..., v_dim:]),
+            kv_cache=(latent, rope),
+            out=out,
+            lse=lse,
+            return_lse=lse is not None,
+            return_lse_base_on_e=lse is not None,
+            ckv_scale=scale,
+            kpe_scale=scale,
+        )
