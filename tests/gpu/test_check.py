@@ -11,7 +11,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import peer
 import pytest
+from needs import other_python, present, unpack
 from targets import verdicts
 
 CHECK = Path(__file__).parent / "check"
@@ -56,8 +58,27 @@ def test_a_speed_without_a_figure_is_not_run() -> None:
     memory, attention = figures(FAST)
     alone = [row for row in attention if row["backend"] == "triton"]
     assert results(memory, alone) == ["ok"] * 6 + ["not run"] * 2
-    broken = [{**row, "error": "out of memory"} if row["codec"] == "fp8" else row for row in alone]
-    assert results(memory, broken)[3] == "not run"
+
+
+def without(row: dict, why: str) -> dict:
+    """A row of a case that gave no figure."""
+    return {key: value for key, value in row.items() if key not in ("us", "gb_s", "vs_bf16")} | {why: "out of memory"}
+
+
+def test_a_target_is_not_seen_to_hold_where_one_of_its_cases_failed() -> None:
+    memory, attention = figures(FAST)
+    broken = [without(row, "error") if row["codec"] == "fp8" else row for row in attention]
+    assert results(memory, broken) == ["ok"] * 3 + ["not run"] + ["ok"] * 3 + ["not run"]
+    other = [
+        without(row, "error") if row["backend"] == "flashinfer" and row["case"] == "mla" else row for row in attention
+    ]
+    assert results(memory, other) == ["ok"] * 6 + ["not run"] * 2
+    assert "1 failed" in verdicts("NVIDIA H200", memory, other)[-1].seen
+    refused = [
+        without(row, "refused") if row["backend"] == "flashinfer" and row["codec"] == "int8" else row
+        for row in attention
+    ]
+    assert results(memory, refused) == ["ok"] * 8
 
 
 @pytest.mark.long
@@ -75,8 +96,8 @@ def test_what_is_missing_is_said_in_a_line_each_and_stops_no_other_check(tmp_pat
     done = run("--dry-run", "--out", str(tmp_path), "--only", "tiers", "memory", "steps_in_flight", environment=without)
     lines = [line for line in done.stdout.splitlines() if line.startswith("not here: ")]
     assert len(lines) == len({line.split()[2] for line in lines})
-    assert any(line.startswith("not here: flashinfer-python (bench_attention") for line in lines) or _has("flashinfer")
-    assert any("carry it: tests/gpu/carry DIR" in line for line in lines) or _has("cuda.bindings")
+    assert any(line.startswith("not here: flashinfer-python (figures") for line in lines) or present("flashinfer")
+    assert any("carry it: tests/gpu/carry DIR" in line for line in lines) or present("cuda.bindings")
     results = {c["check"]: c for c in json.loads((tmp_path / "gpu-check.json").read_text())["checks"]}
     assert results["tiers"]["result"] == results["memory"]["result"] == "ok"
     assert results["steps_in_flight"]["result"] == "not run"
@@ -90,13 +111,12 @@ def test_what_is_carried_is_unpacked_beside_the_package(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("")
     with tarfile.open(carried / "flashinfer.tar.xz", "w:xz") as archive:
         archive.add(tmp_path / "__init__.py", "flashinfer/__init__.py")
-    with zipfile.ZipFile(carried / "gguf-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("gguf/__init__.py", "")
+    with zipfile.ZipFile(carried / "typer-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("typer/__init__.py", "")
     done = run("--dry-run", "--out", str(tmp_path), "--carried", str(carried), "--only", "memory")
     assert not done.returncode, done.stdout + done.stderr
-    assert not [
-        line for line in done.stdout.splitlines() if line.startswith(("not here: flashinfer", "not here: gguf"))
-    ]
+    absent = ("not here: flashinfer", "not here: typer")
+    assert not [line for line in done.stdout.splitlines() if line.startswith(absent)]
 
 
 @pytest.mark.long
@@ -110,10 +130,39 @@ def test_a_folder_that_is_too_large_or_none_is_refused_in_one_line(tmp_path: Pat
         assert len(done.stderr.splitlines()) == 1
 
 
-def _has(module: str) -> bool:
-    from needs import present
+def test_what_was_carried_for_another_python_is_named(tmp_path: Path) -> None:
+    this = f"{sys.version_info.major}{sys.version_info.minor}"
+    for name in (
+        f"a-1-cp{this}-cp{this}-linux.whl",
+        "b-1-cp38-abi3-linux.whl",
+        f"_native.cpython-{this}-linux.so",
+        "c.tar.xz",
+    ):
+        (tmp_path / name).touch()
+    assert other_python(tmp_path) == ""
+    (tmp_path / "d-1-cp39-cp39-linux.whl").touch()
+    assert other_python(tmp_path) == "d-1-cp39-cp39-linux.whl"
 
-    return present(module)
+
+@pytest.mark.slow
+def test_flashinfer_finds_every_kernel_our_cases_ask_for_where_it_is_unpacked(tmp_path: Path) -> None:
+    """Names of kernels hold types and sizes: one that was built under another name would be no figure on a GPU."""
+    try:
+        library = peer.install()
+    except OSError as error:
+        pytest.skip(str(error))
+    asked = [row["module"] for row in peer.run(places=(library,)) if "module" in row]
+    assert len(asked) == len(set(asked)) == 5
+    (tmp_path / "kernels").mkdir()
+    for name in asked:
+        (tmp_path / "kernels" / f"{name}.so").touch()
+    assert peer.pack(tmp_path, library, tmp_path / "kernels") == asked
+    site = unpack([tmp_path / "flashinfer.tar.xz"], tmp_path / "site")
+    (site / "flashinfer" / "data" / "aot" / asked[1] / f"{asked[1]}.so").unlink()
+    variables = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_WORKSPACE_BASE": str(tmp_path / "empty")}
+    rows = [row for row in peer.run(places=(site, library), **variables) if "module" in row]
+    assert [row["module"] for row in rows] == asked
+    assert [row["found"] for row in rows] == [True, False, True, True, True]
 
 
 @pytest.mark.slow
@@ -122,8 +171,10 @@ def test_everything_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert not done.returncode, done.stdout + done.stderr
     checks = json.loads((tmp_path / "gpu-check.json").read_text())["checks"]
     assert all(c["result"] == "ok" for c in checks)
-    assert len(checks) == 15
-    assert json.loads((tmp_path / "gpu-dry-run.json").read_text())["attention"]
+    assert len(checks) == 18
+    figures = json.loads((tmp_path / "gpu-dry-run.json").read_text())
+    assert {row["case"] for row in figures["attention"]} == {"decode", "mla", "prefill"}
+    assert not [row for row in figures["attention"] + figures["memory"] if "error" in row]
 
 
 @pytest.mark.gpu
