@@ -195,14 +195,25 @@ def rows(device: str, seconds: float, only: str = "", keep: Callable[[dict], Non
 
 
 def show(out: list[dict], left: list[str]) -> None:
+    """Print a line a case: ours, and how long others take of our time."""
+    lines: dict[str, list[str]] = {}
+    refused = set()
     for row in out:
         what = f"{row['case']:8s} {row['codec']:10s} B {row['batch']:3d} ctx {row['context']:6d} Q {row['heads']:3d}"
-        if "us" not in row:
-            print(what, row["backend"], (row.get("error") or row["refused"])[:160])
-            continue
-        speed = f"{row['us']:9.1f} us {row['gb_s']:7.0f} GB/s {row.get('tflops', 0):6.1f} TF"
-        factor = f" {row['vs_bf16']:5.2f} x bf16" if "vs_bf16" in row else ""
-        print(f"{what} {row['backend']:10s} {speed}{factor}")
+        line = lines.setdefault(what, [])
+        if "refused" in row:
+            refused.add(f"{row['backend']} {row['case']} {row['codec']}")
+        elif "error" in row:
+            line.append(f"{row['backend']}: {row['error'][:120]}")
+        elif row["backend"] == "triton":
+            factor = f" {row['vs_bf16']:5.2f} x bf16" if "vs_bf16" in row else ""
+            line.append(f"{row['us']:9.1f} us {row['gb_s']:6.0f} GB/s {row['tflops']:6.1f} TF{factor}")
+        else:
+            line.append(f"{row['backend']} {row['us']:9.1f} us")
+    for what, line in lines.items():
+        print(" | ".join([what, *line]))
+    if refused:
+        print(f"no kernel for it: {', '.join(sorted(refused))}")
     if left:
         print(f"not run for lack of time: {len(left)} cases, {left[0]} and on")
 

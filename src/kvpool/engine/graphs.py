@@ -51,7 +51,8 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Of this thread's calls only: those that move blocks to tiers meanwhile would end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         return CudaRecording(graph, output)
 
