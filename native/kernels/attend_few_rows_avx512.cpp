@@ -17,6 +17,7 @@ struct Bf16Work {
   float *s, *s_rest;     // [heads][kFewRows][64], [kFewRows][64]
   uint16_t* p;           // [heads][kFewRows][64]
   float *q_unit, *unit;  // [heads][kFewRows]: what queries and probabilities in int16 are multiples of, or 1
+  float* l;              // [heads][kFewRows][16]: sums of probabilities, lane by lane; w.l has the rest
   CodeRows codes;
   Stream ahead;
 
@@ -52,7 +53,7 @@ inline void store_probabilities(const __m512 (&x)[N], float* s, uint16_t* p, flo
 // The maximum is renewed only when a score passes it by 2^8: neither sum nor output can overflow before that.
 template <int N, Form form>
 inline void softmax_row_bf16(const Work& w, const float* k_factor, float q_unit, float* s, uint64_t mask,
-                             const float* v_factor, uint16_t* p, float& unit, float& m, float& l, float* o) {
+                             const float* v_factor, uint16_t* p, float& unit, float& m, float* l, float* o) {
   __m512 x[N];
   const __m512 limit = _mm512_set1_ps(m * kLog2e + 8.0f);
   const float cap = w.args->softcap;
@@ -72,13 +73,13 @@ inline void softmax_row_bf16(const Work& w, const float* k_factor, float q_unit,
     if (m != kMinusInf) {
       const float factor = __builtin_exp2f((m - highest) * kLog2e);
       const __m512 f = _mm512_set1_ps(factor);
-      l *= factor;
+      _mm512_store_ps(l, _mm512_mul_ps(f, _mm512_load_ps(l)));
       for (int d = 0; d < w.v_pitch; d += 16) _mm512_storeu_ps(o + d, _mm512_mul_ps(f, _mm512_loadu_ps(o + d)));
     }
     m = highest;
   }
   const __m512 shift = _mm512_set1_ps(m == kMinusInf ? 0.0f : m * kLog2e);
-  __m512 total = _mm512_setzero_ps();
+  __m512 total = _mm512_load_ps(l);
 #pragma GCC unroll 4
   for (int i = 0; i < N; ++i) {
     const __m512 e = exp2_fast(_mm512_sub_ps(x[i], shift));
@@ -86,7 +87,7 @@ inline void softmax_row_bf16(const Work& w, const float* k_factor, float q_unit,
     x[i] = _mm512_maskz_mul_ps(static_cast<__mmask16>(mask >> (16 * i)), e, _mm512_load_ps(v_factor + 16 * i));
   }
   store_probabilities<N, form>(x, s, p, unit);
-  l += _mm512_reduce_add_ps(total);
+  _mm512_store_ps(l, total);
 }
 
 template <int N, Form form>
@@ -94,7 +95,7 @@ inline void softmax_rows_bf16(Work& w, const Bf16Work& b, int h, const float* k_
   for (int r = 0; r < w.rows; ++r) {
     const int64_t at = int64_t{h} * w.rows + r, place = int64_t{h} * kFewRows + r, row = int64_t{r} * kTile;
     softmax_row_bf16<N, form>(w, k_factor, b.q_unit[place], b.scores(h) + row, w.masks[r / w.group], v_factor,
-                              b.probabilities(h) + row, b.unit[place], w.m[at], w.l[at], w.output(h, r));
+                              b.probabilities(h) + row, b.unit[place], w.m[at], b.l + 16 * place, w.output(h, r));
   }
 }
 
@@ -171,17 +172,24 @@ inline bool has_nonfinite_factor(const Store& s, const Tile& tile, int head) {
   return found != 0;
 }
 
-// The heads whose part of a tile has what only the exact path keeps apart: NaN scales, or a value that is NaN or inf
-// and that some row does not see.
+// The heads whose part of a tile only the exact path keeps apart: a value that is NaN or inf and that some row does not
+// see, or a token's factor that no whole number stands for.
 inline uint32_t exact_heads(const Work& w, const Bf16Work& b, const Tile& tile, uint64_t all) {
-  const Store &k = *w.args->k[0], &v = *w.args->v;
-  uint32_t exact = heads_with_nan_scale(k, tile, w.head, w.num_heads);
-  if (!w.shares_kv()) exact |= heads_with_nan_scale(v, tile, w.head, w.num_heads);
+  uint32_t exact = 0;
   for (int h = 0; h < w.num_heads; ++h)
     if ((all != tile.present && hides_nonfinite(w, tile, h, all)) ||
-        (b.values.probabilities != Form::bf16 && has_nonfinite_factor(v, tile, w.head + h)))
+        (b.values.probabilities != Form::bf16 && has_nonfinite_factor(*w.args->v, tile, w.head + h)))
       exact |= 1u << h;
   return exact;
+}
+
+// Brings the sums of one head's rows to where the fp32 path has them.
+inline void collect_sums(Work& w, Bf16Work& b, int h) {
+  for (int r = 0; r < w.rows; ++r) {
+    float* l = b.l + (int64_t{h} * kFewRows + r) * 16;
+    w.l[h * w.rows + r] += _mm512_reduce_add_ps(_mm512_load_ps(l));
+    _mm512_store_ps(l, _mm512_setzero_ps());
+  }
 }
 
 // Scores of all heads, then probabilities, then values: memory is read in order, and no head waits for its softmax.
@@ -196,13 +204,15 @@ inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, uint64_t al
   const int half = b.ahead.share(2 * w.num_heads), calls = w.v_pitch / 64 * b.values.calls;
   for (int h = 0; h < w.num_heads; ++h) {
     if (exact >> h & 1) {
+      collect_sums(w, b, h);
       attend_tile(w, tile, h, all, any);
       continue;
     }
     code_rows(k, tile, w.head + h, b.codes);
     const int64_t at = int64_t{h} * b.num_queries;
     float* s = b.scores(h);
-    b.keys.scores(k, b.q + at, b.codes, tokens, w.k_dim, s, b.ahead, (half + kTile / 2) / kTile);
+    b.keys.scores(k, b.q + at, b.codes, tokens, w.k_dim, s, b.ahead,
+                  (half + b.keys.score_calls / 2) / b.keys.score_calls);
     if (b.two_parts) {
       b.keys.scores(k, b.q_rest + at, b.codes, tokens, w.k_dim, b.s_rest, b.ahead, 0);
       for (int i = 0; i < w.rows * kTile; i += W) store(s + i, load(s + i) + load(b.s_rest + i));
@@ -215,8 +225,8 @@ inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, uint64_t al
   for (int h = 0; h < w.num_heads; ++h) {
     if (exact >> h & 1) continue;
     if (!w.shares_kv()) code_rows(v, tile, w.head + h, b.codes);
-    b.values.values(v, {b.probabilities(h), b.scores(h), b.unit + int64_t{h} * kFewRows}, b.codes, tokens, a.v_dim,
-                    w.output(h, 0), w.v_pitch, w.rows, b.ahead, (half + calls / 2) / calls);
+    b.values.values(v, {b.probabilities(h), b.scores(h), b.unit + int64_t{h} * kFewRows, w.masks, w.group}, b.codes,
+                    tokens, a.v_dim, w.output(h, 0), w.v_pitch, w.rows, b.ahead, (half + calls / 2) / calls);
   }
   b.ahead.fetch(b.ahead.left());
 }
@@ -229,7 +239,7 @@ inline void carve_bf16(Work& w, Bf16Work& b, Scratch& scratch) {
   b.num_queries = round_up(b.keys.copies * b.keys.rows * round_up(w.k_dim, b.keys.dims), 32);
   const int64_t queries = int64_t{w.num_heads} * b.num_queries, some = kFewRows * kTile, scores = w.num_heads * some;
   const int64_t units = int64_t{w.num_heads} * kFewRows;
-  uint8_t* p = carve(w, scratch, 2 * 2 * queries + 4 * (scores + some) + 2 * scores + 2 * 4 * units);
+  uint8_t* p = carve(w, scratch, 2 * 2 * queries + 4 * (scores + some) + 2 * scores + (2 + 16) * 4 * units);
   const auto take = [&p](auto*& place, int64_t count) {
     place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(p);
     p += count * static_cast<int64_t>(sizeof(*place));
@@ -239,6 +249,7 @@ inline void carve_bf16(Work& w, Bf16Work& b, Scratch& scratch) {
   take(b.s, scores);
   take(b.s_rest, some);
   take(b.p, scores);
+  take(b.l, 16 * units);
   take(b.q_unit, units);
   take(b.unit, units);
 }
@@ -265,6 +276,7 @@ inline void begin_bf16(Work& w, Bf16Work& b) {
   for (int i = 0; i < dims && !bytes; ++i) order[i] = b.keys.element(i);
   std::memset(b.q, 0, sizeof(uint16_t) * static_cast<size_t>(w.num_heads * b.num_queries));
   if (b.two_parts) std::memset(b.q_rest, 0, sizeof(uint16_t) * static_cast<size_t>(w.num_heads * b.num_queries));
+  std::memset(b.l, 0, sizeof(float) * 16 * kFewRows * static_cast<size_t>(w.num_heads));
   std::memset(b.p, 0, sizeof(uint16_t) * kFewRows * kTile * static_cast<size_t>(w.num_heads));
   alignas(64) float x[kMaxDim + kMaxPiece], y[kMaxDim + kMaxPiece];
   uint16_t first[kMaxDim + kMaxPiece], rest[kMaxDim + kMaxPiece];
@@ -312,6 +324,7 @@ void attend_few_rows_avx512(const AttendArgs& a, int item, int head_block, Scrat
     carve_bf16(w, b, scratch);
     begin_bf16(w, b);
     walk(w, [&](Work& w, const Tile& tile, uint64_t all, uint64_t any) { attend_tile_bf16(w, b, tile, all, any); });
+    for (int h = 0; h < w.num_heads; ++h) collect_sums(w, b, h);
     end(w);
   });
 }

@@ -24,6 +24,8 @@ enum class Form { bf16, fp32, int16, bytes };
 struct Probabilities {
   const uint16_t* narrow;  // bf16, or int16 in units of `unit[row]`
   const float *wide, *unit;
+  const uint64_t* seen;  // tokens that rows [group i, group (i + 1)) see
+  int group;
 };
 
 // Memory to fetch while other work goes on, some lines at a time, in the order it is given.

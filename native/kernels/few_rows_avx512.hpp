@@ -18,7 +18,7 @@ struct FewRows {
   int copies;                   // of a query's 16 elements, side by side
   int (*element)(int);          // none where queries are bytes
   Form queries, probabilities;  // what scores and values take
-  int calls;                    // of `Stream::fetch` while the values of 64 elements are summed
+  int score_calls, calls;  // of `Stream::fetch`: in 64 tokens' scores, and while the values of 64 elements are summed
 };
 
 inline PlainCodes codes_of(const Store&, PlainCodes*) { return {}; }
@@ -50,11 +50,11 @@ struct FewRowsOf {
   static constexpr FewRows functions() {
     constexpr int calls = R <= 4 ? 32 : 64;
     if constexpr (in_order) {
-      return {scores, values, R, 32 * Codes::kWords, 1, Codes::word_element, Codes::kForm, Codes::kForm, calls};
+      return {scores, values, R, 32 * Codes::kWords, 1, Codes::word_element, Codes::kForm, Codes::kForm, kTile, calls};
     } else if constexpr (by_pairs) {
-      return {scores, values, (R + 1) / 2 * 2, 8, 1, Codes::word_element, Codes::kForm, Codes::kForm, calls};
+      return {scores, values, (R + 1) / 2 * 2, 8, 1, Codes::word_element, Codes::kForm, Codes::kForm, kTile, calls};
     } else {
-      return {scores, values, R, Codes::kDims, 2, Codes::half_element, Codes::kForm, Codes::kForm, calls};
+      return {scores, values, R, Codes::kDims, 2, Codes::half_element, Codes::kForm, Codes::kForm, kTile, calls};
     }
   }
 };
@@ -70,11 +70,11 @@ struct FewRowsOf<Nvfp4Codes, R> {
                      int64_t pitch, int rows, Stream& ahead, int lines) {
     // Four rows at a time: their sums fill the registers.
     for (int r = 0; r < rows; r += 4)
-      nvfp4_values<R <= 4 ? R : 4>(p.wide + r * kTile, v, tokens, dim, o + r * pitch, pitch, rows - r, ahead, lines);
+      nvfp4_values<R <= 4 ? R : 4>(p, r, v, tokens, dim, o + r * pitch, pitch, rows - r, ahead, lines);
   }
 
   static constexpr FewRows functions() {
-    return {scores, values, R, 16, kNvfp4QueryBytes / 32, nullptr, Form::bytes, Form::fp32, R <= 4 ? 32 : 64};
+    return {scores, values, R, 16, kNvfp4QueryBytes / 32, nullptr, Form::bytes, Form::fp32, 4, R <= 4 ? 8 : 16};
   }
 };
 

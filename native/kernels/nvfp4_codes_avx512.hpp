@@ -29,29 +29,6 @@ constexpr std::array<uint8_t, 64> doubled_codes(int offset) {
   return t;
 }
 
-// Which of `heads` heads have a block scale in the tile that is NaN: all of them, where their scales lie side by side.
-inline uint32_t heads_with_nan_scale(const Store& s, const Tile& tile, int head, int heads) {
-  if (s.block_scale.base == nullptr) return 0;
-  const int64_t each = s.dim / 16, stride = s.block_scale.stride_n;
-  const bool beside = s.block_scale.stride_h == each;
-  const __m512i nan = _mm512_set1_epi8(0x7f);
-  uint32_t found = 0;
-  for (int h = 0; h < (beside ? 1 : heads); ++h) {
-    const int64_t row = beside ? heads * each : each;
-    __mmask64 any = 0;
-    for (int j = 0; j < tile.num_runs; ++j) {
-      const Run& run = tile.runs[j];
-      const uint8_t* p = s.block_scale.at(run.block, head + h, run.offset);
-      const int64_t bytes = stride == row ? row * run.count : row;
-      for (int i = 0; i < (stride == row ? 1 : run.count); ++i, p += stride)
-        for (int64_t at = 0; at < bytes; at += 64)
-          any |= _mm512_cmpeq_epi8_mask(load_part(p + at, static_cast<int>(bytes - at)), nan);
-    }
-    if (any != 0) found |= beside ? (1u << heads) - 1 : 1u << h;
-  }
-  return found;
-}
-
 // The scales of up to eight blocks of 16 tokens: four of a token in a lane of each vector.
 inline void scale_words(const uint8_t* const* p, int block, int count, __m512i& low, __m512i& high) {
   const auto some = static_cast<__mmask16>(count >= 8 ? 0xff : (1 << count) - 1);
@@ -75,6 +52,12 @@ constexpr float kSmall = 0x1p120f;
 inline __m512 small_scales(__m512i words, int i) {
   const __m512i at = _mm512_rolv_epi32(words, _mm512_set1_epi32((20 - 8 * i) & 31));
   return _mm512_castsi512_ps(_mm512_and_si512(at, _mm512_set1_epi32(0x07f00000)));
+}
+
+// Lanes in which a scale of a token is NaN.
+inline __mmask16 nan_lanes(__m512i words) {
+  const __m512i nan = _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(words, _mm512_set1_epi8(0x7f)));
+  return _mm512_test_epi32_mask(nan, nan);
 }
 
 // 16 bytes of four tokens, side by side; 8 where `half`.
@@ -165,14 +148,13 @@ KVPOOL_INLINE void code_words(const uint8_t* const* p, int at, __m512i (&words)[
   words[3] = _mm512_unpackhi_epi64(third, fourth);
 }
 
-// s[r][t] = q[r] . k[t] for tokens [0, tokens), a token a lane. Queries: [block][R], see place_nvfp4_query. No scale
-// may be NaN.
+// s[r][t] = q[r] . k[t] for tokens [0, tokens), a token a lane. Queries: [block][R], see place_nvfp4_query.
 template <int R>
 inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead,
                          int lines) {
   alignas(64) static constexpr auto codes = doubled_codes(kCodeOffset);
   const __m512i table = _mm512_load_si512(codes.data());
-  const int blocks = dim / 16, each = (16 * lines * 2 + blocks - 1) / blocks;
+  const int blocks = dim / 16, each = (2 * lines + blocks - 1) / blocks;
   __m512i words[4];  // of the next blocks, loaded during the products of these
   const auto load = [&](int t, int b) __attribute__((always_inline)) {
     if (b + 1 < blocks) {
@@ -186,9 +168,11 @@ inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int d
     const auto* piece = reinterpret_cast<const uint8_t*>(q);
     __m512 acc[R];
     for (auto& a : acc) a = _mm512_setzero_ps();
+    __mmask16 nan = 0;
     for (int b = 0; b < blocks; b += 8) {
       __m512i scales[2];
       scale_words(k.block_scale + t, b, blocks - b, scales[0], scales[1]);
+      nan |= nan_lanes(scales[0]) | nan_lanes(scales[1]);
 #pragma GCC unroll 4
       for (int i = 0; i < 8; i += 2) {
         if (b + i >= blocks) break;
@@ -210,7 +194,8 @@ inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int d
         piece += 2 * R * kNvfp4QueryBytes;
       }
     }
-    for (int r = 0; r < R; ++r) _mm512_storeu_ps(s + r * kTile + t, _mm512_mul_ps(acc[r], splat(kSmall)));
+    const __m512 unit = _mm512_mask_mov_ps(splat(kSmall), nan, splat(std::numeric_limits<float>::quiet_NaN()));
+    for (int r = 0; r < R; ++r) _mm512_storeu_ps(s + r * kTile + t, _mm512_mul_ps(acc[r], unit));
   }
 }
 
@@ -292,7 +277,7 @@ KVPOOL_INLINE void nvfp4_value_blocks(const Nvfp4Probabilities& p, const float (
     for (auto& part : row)
       for (auto& sum : part) sum = _mm512_setzero_si512();
   for (int t = 0; t < tokens; t += 16) {
-    ahead.fetch(4 * lines);
+    ahead.fetch(lines);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const int i = t + 4 * j;
@@ -325,15 +310,38 @@ KVPOOL_INLINE void nvfp4_value_blocks(const Nvfp4Probabilities& p, const float (
   }
 }
 
-// As values_of, for up to four rows, with probabilities in fp32. No scale may be NaN.
+// The elements of blocks with a NaN scale become NaN for the rows that see them. Rows [first, first + rows).
+__attribute__((noinline)) inline void spread_nan_scales(const Probabilities& p, const CodeRows& v, int tokens,
+                                                        int blocks, float* o, int64_t pitch, int first, int rows) {
+  for (int t = 0; t < tokens; ++t)
+    for (int b = 0; b < blocks; ++b) {
+      if (v.block_scale[t][b] != 0x7f) continue;
+      for (int r = 0; r < rows; ++r)
+        if (p.seen[(first + r) / p.group] >> t & 1)
+          for (int i = 16 * b; i < 16 * b + 16; ++i) o[r * pitch + i] = std::numeric_limits<float>::quiet_NaN();
+    }
+}
+
+// As values_of, for up to four rows from `first` on.
 template <int R>
-inline void nvfp4_values(const float* p, const CodeRows& v, int tokens, int dim, float* o, int64_t pitch, int rows,
-                         Stream& ahead, int lines) {
+inline void nvfp4_values(const Probabilities& all, int first, const CodeRows& v, int tokens, int dim, float* o,
+                         int64_t pitch, int rows, Stream& ahead, int lines) {
+  const float* p = all.wide + first * kTile;
   const int blocks = (dim + 15) / 16;
   Nvfp4Scales scales;
+  __mmask16 nan = 0;
   for (int b = 0; b < blocks; b += 8)
-    for (int t = 0; t < tokens; t += 16)
-      scale_words(v.block_scale + t, b, blocks - b, scales[b / 8][t / 16][0], scales[b / 8][t / 16][1]);
+    for (int t = 0; t < tokens; t += 16) {
+      __m512i(&words)[2] = scales[b / 8][t / 16];
+      scale_words(v.block_scale + t, b, blocks - b, words[0], words[1]);
+      nan |= nan_lanes(words[0]) | nan_lanes(words[1]);
+    }
+  if (nan != 0) {
+    spread_nan_scales(all, v, tokens, blocks, o, pitch, first, rows < R ? rows : R);
+    for (auto& some : scales)
+      for (auto& words : some)
+        for (__m512i& x : words) x = _mm512_maskz_mov_epi8(_mm512_cmpneq_epi8_mask(x, _mm512_set1_epi8(0x7f)), x);
+  }
   float inverse[R], unit[R];
   nvfp4_units<R>(p, scales, tokens, blocks, inverse, unit);
   alignas(64) float x[R][kTile];

@@ -245,25 +245,29 @@ def test_a_decode_step_reads_every_head_size_and_group(isa: str, codec: str, dim
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("part", ["k", "v"])
 @pytest.mark.parametrize("codec", ["nvfp4-token", "fp8", "int8"])
-def test_a_stored_nan_reaches_what_it_belongs_to_and_nothing_else(isa: str, part: str, codec: str) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_stored_nan_reaches_what_it_belongs_to_and_nothing_else(isa: str, part: str, codec: str, rows: int) -> None:
+    """With two rows, only the second sees the token that holds it."""
     heads, dim, n = 2, 64, 16
-    batch = Batch([70], [1], n, 6)
+    batch = Batch([70], [rows], n, 6)
     pool = workers(isa)
     stores = {name: CodedStore(codec, 6, heads, n, (dim,), "HND") for name in ("k", "v")}
     slots = batch.slots_of(0)
+    token = 66 if rows == 1 else 69
     for name, store in stores.items():
         x = torch.randn(70, heads, dim)
         if name == part:
-            x[66, 1, 20] = math.nan
+            x[token, 1, 20] = math.nan
         write(pool, store, slots, x)
-    q = torch.randn(1, 4, dim).bfloat16()
+    q = torch.randn(rows, 4, dim).bfloat16()
     batch.plan(1, heads)
     attention = _native.Attention([stores["k"].native], stores["v"].native, dim, 4)
     out, _ = attend(pool, batch, attention, q, dim, scale=0.1, dtype=torch.bfloat16)
-    bad = stores[part].decode(slots)[66, 1].isnan()
+    bad = stores[part].decode(slots)[token, 1].isnan()
     assert bad.sum() == (16 if codec == "nvfp4-token" else dim)
-    assert out[0, :2].isfinite().all()
-    assert torch.equal(out[0, 2:].isnan(), (bad if part == "v" else torch.ones_like(bad)).expand(2, -1))
+    assert out[:, :2].isfinite().all()
+    assert out[: rows - 1].isfinite().all()
+    assert torch.equal(out[-1, 2:].isnan(), (bad if part == "v" else torch.ones_like(bad)).expand(2, -1))
 
 
 @pytest.mark.parametrize("isa", ISAS)
