@@ -28,67 +28,76 @@ struct Probabilities {
   int group;
 };
 
-// Memory to fetch while other work goes on, some lines at a time, in the order it is given.
+// Memory to fetch while other work goes on, in the order it is given and as evenly as the work goes on: memory takes a
+// line every 8 cycles, and more at once make it slower.
 class Stream {
  public:
   void clear() {
-    num_lines_ = fetched_ = num_pieces_ = next_ = 0;
-    left_ = 0;
+    num_lines_ = num_pieces_ = next_ = 0;
+    at_ = end_ = 0;
   }
 
   void add(const uint8_t* p, int64_t bytes) {
-    const auto first = reinterpret_cast<uintptr_t>(p) & ~uintptr_t{63};
-    const auto lines = static_cast<int>((reinterpret_cast<uintptr_t>(p) + bytes - first + 63) / 64);
-    num_lines_ += lines;
-    if (num_pieces_ > 0) {
-      Piece& last = pieces_[num_pieces_ - 1];
-      if (reinterpret_cast<uintptr_t>(last.begin) + 64 * last.lines == first) {
-        last.lines += lines;
-        return;
-      }
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(p) & ~uintptr_t{63};
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(p) + bytes + 63) & ~uintptr_t{63};
+    num_lines_ += static_cast<int64_t>(end - begin) / 64;
+    if (num_pieces_ > 0 && pieces_[num_pieces_ - 1].end == begin) {
+      pieces_[num_pieces_ - 1].end = end;
+    } else if (num_pieces_ < kPieces) {
+      pieces_[num_pieces_++] = {begin, end};
     }
-    if (num_pieces_ < kPieces) pieces_[num_pieces_++] = {reinterpret_cast<const char*>(first), lines};
   }
 
-  // Lines of one of `parts`, and those not fetched yet.
-  int share(int parts) const { return (num_lines_ + parts - 1) / parts; }
-  int left() const { return num_lines_ - fetched_; }
-
-  KVPOOL_INLINE void fetch(int lines) {
-    if (lines > left_) return fetch_pieces(lines);
-    fetch_lines(lines);
+  // `share` of all lines is for the next `work` units of work, which `pass` is told of.
+  void spread(double share, int64_t work) {
+    rate_ = static_cast<uint32_t>(share * static_cast<double>(num_lines_ * kLine) / static_cast<double>(work));
+    credit_ = 0;
   }
+
+  KVPOOL_INLINE void pass(int work) {
+    credit_ += static_cast<uint32_t>(work) * rate_;
+    fetch(credit_ / kLine);
+    credit_ %= kLine;
+  }
+
+  // Fetches what is left.
+  void finish() { fetch_pieces(static_cast<uint64_t>(num_lines_)); }
 
  private:
   struct Piece {
-    const char* begin;
-    int64_t lines;
+    uintptr_t begin, end;
   };
   static constexpr int kPieces = 16 * kTile;
+  static constexpr uint32_t kLine = 1 << 16;  // what rates are counted in
 
-  KVPOOL_INLINE void fetch_lines(int64_t lines) {
-    for (const char *p = at_, *end = p + 64 * lines; p < end; p += 64) _mm_prefetch(p, _MM_HINT_T1);
-    at_ += 64 * lines;
-    left_ -= lines;
-    fetched_ += static_cast<int>(lines);
+  KVPOOL_INLINE void fetch(uint64_t lines) {
+    const uintptr_t to = at_ + 64 * lines;
+    if (to > end_) return fetch_pieces(lines);
+    fetch_to(to);
   }
 
-  __attribute__((noinline)) void fetch_pieces(int64_t lines) {
+  KVPOOL_INLINE void fetch_to(uintptr_t to) {
+    for (uintptr_t p = at_; p < to; p += 64) _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+    at_ = to;
+  }
+
+  __attribute__((noinline)) void fetch_pieces(uint64_t lines) {
     while (lines > 0) {
-      if (left_ == 0) {
+      if (at_ == end_) {
         if (next_ == num_pieces_) return;
         at_ = pieces_[next_].begin;
-        left_ = pieces_[next_++].lines;
+        end_ = pieces_[next_++].end;
       }
-      const int64_t n = lines < left_ ? lines : left_;
-      fetch_lines(n);
-      lines -= n;
+      const uint64_t left = (end_ - at_) / 64, now = lines < left ? lines : left;
+      fetch_to(at_ + 64 * now);
+      lines -= now;
     }
   }
 
-  const char* at_ = nullptr;
-  int64_t left_ = 0;
-  int num_lines_ = 0, fetched_ = 0, num_pieces_ = 0, next_ = 0;
+  uintptr_t at_ = 0, end_ = 0;      // of the piece that is being fetched
+  uint32_t rate_ = 0, credit_ = 0;  // credit: what is due and no whole line yet
+  int64_t num_lines_ = 0;
+  int num_pieces_ = 0, next_ = 0;
   Piece pieces_[kPieces];
 };
 
@@ -289,14 +298,14 @@ KVPOOL_INLINE void half_sums(const __m512 (&a)[16], float* s) {
 // end, one after another, and each has a vector of its own to sum. Queries: [64 bytes][R][kWords][32].
 template <class Codes, int R>
 inline void scores_in_order(const Codes& codes, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s,
-                            Stream& ahead, int lines) {
+                            Stream& ahead) {
   constexpr int n = Codes::kWords;
   const int row = Codes::bytes(dim);
   for (int t = 0; t < tokens; t += 16) {
     __m512 total[R][16];
 #pragma GCC unroll 16
     for (int j = 0; j < 16; ++j) {
-      ahead.fetch(lines);
+      ahead.pass(dim);
       typename Codes::Sum acc[R];
       for (auto& sum : acc) sum = Codes::none();
       const uint16_t* piece = q;
@@ -315,17 +324,14 @@ inline void scores_in_order(const Codes& codes, const uint16_t* q, const CodeRow
 // The same for bf16 and more rows: a vector holds eight elements of two rows and the keys come from memory as often as
 // they are needed, so that few lanes are left to sum. Queries: [8 elements][row][8].
 template <int R>
-inline void scores_by_pairs(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead,
-                            int lines) {
+inline void scores_by_pairs(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead) {
   constexpr int pairs = (R + 1) / 2, T = pairs <= 2 ? 8 : 4;
-  const int each = (lines * T * 8 + dim - 1) / dim;
   for (int t = 0; t < tokens; t += T) {
     __m256 acc[pairs][T];
     for (auto& row : acc)
       for (__m256& a : row) a = _mm256_setzero_ps();
     const uint16_t* piece = q;
     const auto step = [&](auto load) __attribute__((always_inline)) {
-      ahead.fetch(each);
       __m256i qr[pairs];
       for (int r = 0; r < pairs; ++r) qr[r] = _mm256_load_si256(reinterpret_cast<const __m256i*>(piece + 16 * r));
 #pragma GCC unroll 8
@@ -334,6 +340,7 @@ inline void scores_by_pairs(const uint16_t* q, const CodeRows& k, int tokens, in
         for (int r = 0; r < pairs; ++r)
           acc[r][j] = _mm256_dpbf16_ps(acc[r][j], reinterpret_cast<__m256bh>(x), reinterpret_cast<__m256bh>(qr[r]));
       }
+      if (pairs <= 2 || (piece - q) / (16 * pairs) % 2 == 0) ahead.pass(pairs <= 2 ? 8 * T : 16 * T);
       piece += 16 * pairs;
     };
     int d = 0;
@@ -361,16 +368,16 @@ inline void scores_by_pairs(const uint16_t* q, const CodeRows& k, int tokens, in
 // The same for codes that are widened in registers, two tokens side by side. Queries: [32 bytes][R][kWords][twice 16].
 template <class Codes, int R>
 inline void scores_by_halves(const Codes& codes, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s,
-                             Stream& ahead, int lines) {
+                             Stream& ahead) {
   constexpr int P = padded_rows(R), T = 16 / P, U = 2;
-  const int row = Codes::bytes(dim), each = (lines * 2 * T * 32 + row - 1) / row;
+  const int row = Codes::bytes(dim);
   for (int t = 0; t < tokens; t += 2 * T) {
     typename Codes::Sum acc[16];
     for (auto& sum : acc) sum = Codes::none();
     const uint8_t *const *x = k.data + t, *const *y = x + T;
     const uint16_t* piece = q;
     for (int at = 0; at < row; at += 32, piece += R * Codes::kWords * 32) {
-      ahead.fetch(each);
+      ahead.pass(2 * T * 32);
       if (row - at >= 32) {
 #pragma GCC unroll 16
         for (int j = 0; j < T; j += U) score_piece<Codes, R, T, U>(codes, x + j, y + j, at, 32, piece, acc + j);
@@ -388,7 +395,7 @@ inline void scores_by_halves(const Codes& codes, const uint16_t* q, const CodeRo
 // o[r] += sum over tokens of p[r][t] * v[t] for 64 * B columns from `d` on.
 template <class Codes, int R, int B>
 KVPOOL_INLINE void value_columns(const Codes& codes, const Probabilities& p, const CodeRows& v, int tokens, int d,
-                                 int dim, float* o, int64_t pitch, int rows, Stream& ahead, int lines) {
+                                 int dim, float* o, int64_t pitch, int rows, Stream& ahead) {
   constexpr int N = R <= 4 ? 4 : 2;  // vectors of sums that fit beside the tables
   __m512 total[B][R][4];
   const auto half = [&](auto first) {
@@ -398,7 +405,7 @@ KVPOOL_INLINE void value_columns(const Codes& codes, const Probabilities& p, con
         for (auto& sum : row) sum = Codes::none();
     const auto sum = [&](int left) {
       for (int t = 0; t < tokens; t += 2) {
-        ahead.fetch(B * lines);
+        ahead.pass(2 * 64 * B * N / 4);
         for (int i = 0; i < B; ++i) {
           const int at = Codes::bytes(d + 64 * i);
           __m512i w[4];
@@ -438,12 +445,11 @@ KVPOOL_INLINE void value_columns(const Codes& codes, const Probabilities& p, con
 // The same for all columns, in multiples of 64.
 template <class Codes, int R>
 inline void values_of(const Codes& codes, const Probabilities& p, const CodeRows& v, int tokens, int dim, float* o,
-                      int64_t pitch, int rows, Stream& ahead, int lines) {
+                      int64_t pitch, int rows, Stream& ahead) {
   int d = 0;
   if constexpr (R <= 2)  // whole rows where the sums fit, so that memory is read in order
-    for (; dim - d >= 128; d += 128)
-      value_columns<Codes, R, 2>(codes, p, v, tokens, d, dim, o, pitch, rows, ahead, lines);
-  for (; d < dim; d += 64) value_columns<Codes, R, 1>(codes, p, v, tokens, d, dim, o, pitch, rows, ahead, lines);
+    for (; dim - d >= 128; d += 128) value_columns<Codes, R, 2>(codes, p, v, tokens, d, dim, o, pitch, rows, ahead);
+  for (; d < dim; d += 64) value_columns<Codes, R, 1>(codes, p, v, tokens, d, dim, o, pitch, rows, ahead);
 }
 
 // Where the tokens of a tile lie.

@@ -10,15 +10,14 @@ namespace {
 
 // One format's functions for R rows; queries and probabilities beyond the rows there are must be zero.
 struct FewRows {
-  void (*scores)(const Store&, const uint16_t* q, const CodeRows&, int tokens, int dim, float* s, Stream&, int lines);
+  void (*scores)(const Store&, const uint16_t* q, const CodeRows&, int tokens, int dim, float* s, Stream&);
   void (*values)(const Store&, const Probabilities&, const CodeRows&, int tokens, int dim, float* o, int64_t pitch,
-                 int rows, Stream&, int lines);
+                 int rows, Stream&);
   int rows;
   int dims;                     // elements of a piece
   int copies;                   // of a query's 16 elements, side by side
   int (*element)(int);          // none where queries are bytes
   Form queries, probabilities;  // what scores and values take
-  int score_calls, calls;  // of `Stream::fetch`: in 64 tokens' scores, and while the values of 64 elements are summed
 };
 
 inline PlainCodes codes_of(const Store&, PlainCodes*) { return {}; }
@@ -32,49 +31,49 @@ struct FewRowsOf {
   static constexpr bool in_order = R <= Codes::kRowsInOrder, by_pairs = !in_order && std::is_same_v<Codes, PlainCodes>;
 
   static void scores(const Store& s, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* out,
-                     Stream& ahead, int lines) {
+                     Stream& ahead) {
     if constexpr (in_order) {
-      scores_in_order<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead, lines);
+      scores_in_order<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead);
     } else if constexpr (by_pairs) {
-      scores_by_pairs<R>(q, k, tokens, dim, out, ahead, lines);
+      scores_by_pairs<R>(q, k, tokens, dim, out, ahead);
     } else {
-      scores_by_halves<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead, lines);
+      scores_by_halves<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead);
     }
   }
 
   static void values(const Store& s, const Probabilities& p, const CodeRows& v, int tokens, int dim, float* o,
-                     int64_t pitch, int rows, Stream& ahead, int lines) {
-    values_of<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), p, v, tokens, dim, o, pitch, rows, ahead, lines);
+                     int64_t pitch, int rows, Stream& ahead) {
+    values_of<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), p, v, tokens, dim, o, pitch, rows, ahead);
   }
 
   static constexpr FewRows functions() {
-    constexpr int calls = R <= 4 ? 32 : 64;
     if constexpr (in_order) {
-      return {scores, values, R, 32 * Codes::kWords, 1, Codes::word_element, Codes::kForm, Codes::kForm, kTile, calls};
+      return {scores, values, R, 32 * Codes::kWords, 1, Codes::word_element, Codes::kForm, Codes::kForm};
     } else if constexpr (by_pairs) {
-      return {scores, values, (R + 1) / 2 * 2, 8, 1, Codes::word_element, Codes::kForm, Codes::kForm, kTile, calls};
+      return {scores, values, (R + 1) / 2 * 2, 8, 1, Codes::word_element, Codes::kForm, Codes::kForm};
     } else {
-      return {scores, values, R, Codes::kDims, 2, Codes::half_element, Codes::kForm, Codes::kForm, kTile, calls};
+      return {scores, values, R, Codes::kDims, 2, Codes::half_element, Codes::kForm, Codes::kForm};
     }
   }
 };
 
 template <int R>
 struct FewRowsOf<Nvfp4Codes, R> {
-  static void scores(const Store&, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* out, Stream& ahead,
-                     int lines) {
-    nvfp4_scores<R>(q, k, tokens, dim, out, ahead, lines);
+  static void scores(const Store&, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* out,
+                     Stream& ahead) {
+    nvfp4_scores<R>(q, k, tokens, dim, out, ahead);
   }
 
   static void values(const Store&, const Probabilities& p, const CodeRows& v, int tokens, int dim, float* o,
-                     int64_t pitch, int rows, Stream& ahead, int lines) {
+                     int64_t pitch, int rows, Stream& ahead) {
     // Four rows at a time: their sums fill the registers.
     for (int r = 0; r < rows; r += 4)
-      nvfp4_values<R <= 4 ? R : 4>(p, r, v, tokens, dim, o + r * pitch, pitch, rows - r, ahead, lines);
+      nvfp4_values<R <= 4 ? R : 4>(p, r, v, tokens, dim, o + r * pitch, pitch, rows - r, ahead,
+                                   R <= 4 ? 16 * 32 : 8 * 32);
   }
 
   static constexpr FewRows functions() {
-    return {scores, values, R, 16, kNvfp4QueryBytes / 32, nullptr, Form::bytes, Form::fp32, 4, R <= 4 ? 8 : 16};
+    return {scores, values, R, 16, kNvfp4QueryBytes / 32, nullptr, Form::bytes, Form::fp32};
   }
 };
 

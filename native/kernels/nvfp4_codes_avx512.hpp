@@ -150,11 +150,10 @@ KVPOOL_INLINE void code_words(const uint8_t* const* p, int at, __m512i (&words)[
 
 // s[r][t] = q[r] . k[t] for tokens [0, tokens), a token a lane. Queries: [block][R], see place_nvfp4_query.
 template <int R>
-inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead,
-                         int lines) {
+inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead) {
   alignas(64) static constexpr auto codes = doubled_codes(kCodeOffset);
   const __m512i table = _mm512_load_si512(codes.data());
-  const int blocks = dim / 16, each = (2 * lines + blocks - 1) / blocks;
+  const int blocks = dim / 16;
   __m512i words[4];  // of the next blocks, loaded during the products of these
   const auto load = [&](int t, int b) __attribute__((always_inline)) {
     if (b + 1 < blocks) {
@@ -176,7 +175,7 @@ inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int d
 #pragma GCC unroll 4
       for (int i = 0; i < 8; i += 2) {
         if (b + i >= blocks) break;
-        ahead.fetch(each);
+        ahead.pass(16 * 32);
         const __m512i now[4] = {words[0], words[1], words[2], words[3]};
         if (b + i + 2 < blocks) {
           load(t, b + i + 2);
@@ -261,7 +260,7 @@ inline void ordered_blocks(__m512 even, __m512 odd, __m512 (&out)[2]) {
 template <int R, bool half>
 KVPOOL_INLINE void nvfp4_value_blocks(const Nvfp4Probabilities& p, const float (&unit)[R], const CodeRows& v,
                                       int tokens, int pair, float* o, int64_t pitch, int rows, Stream& ahead,
-                                      int lines) {
+                                      int work) {
   alignas(64) static constexpr auto codes = doubled_codes(0);
   // Lane l: byte l / 2 of block l % 2 of four tokens.
   alignas(64) static constexpr auto places = [] {
@@ -277,7 +276,7 @@ KVPOOL_INLINE void nvfp4_value_blocks(const Nvfp4Probabilities& p, const float (
     for (auto& part : row)
       for (auto& sum : part) sum = _mm512_setzero_si512();
   for (int t = 0; t < tokens; t += 16) {
-    ahead.fetch(lines);
+    ahead.pass(work);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const int i = t + 4 * j;
@@ -322,10 +321,10 @@ __attribute__((noinline)) inline void spread_nan_scales(const Probabilities& p, 
     }
 }
 
-// As values_of, for up to four rows from `first` on.
+// As values_of, for up to four rows from `first` on. `work`: what 16 tokens and 32 elements are to the stream.
 template <int R>
 inline void nvfp4_values(const Probabilities& all, int first, const CodeRows& v, int tokens, int dim, float* o,
-                         int64_t pitch, int rows, Stream& ahead, int lines) {
+                         int64_t pitch, int rows, Stream& ahead, int work) {
   const float* p = all.wide + first * kTile;
   const int blocks = (dim + 15) / 16;
   Nvfp4Scales scales;
@@ -356,9 +355,9 @@ inline void nvfp4_values(const Probabilities& all, int first, const CodeRows& v,
   for (int i = 0; 2 * i < blocks; ++i) {
     for (int t = 0; t < tokens; t += 16) nvfp4_probabilities<R>(x, scales, t, i, bytes);
     if (2 * i + 1 < blocks) {
-      nvfp4_value_blocks<R, false>(bytes, unit, v, tokens, i, o, pitch, rows, ahead, lines);
+      nvfp4_value_blocks<R, false>(bytes, unit, v, tokens, i, o, pitch, rows, ahead, work);
     } else {
-      nvfp4_value_blocks<R, true>(bytes, unit, v, tokens, i, o, pitch, rows, ahead, lines);
+      nvfp4_value_blocks<R, true>(bytes, unit, v, tokens, i, o, pitch, rows, ahead, work);
     }
   }
 }
