@@ -13,6 +13,7 @@ import torch
 from kvpool.backends.base import Attention
 from kvpool.backends.exports import PagedCache, paged_cache
 from kvpool.backends.triton import TritonBackend
+from kvpool.dtypes import dtype
 from kvpool.errors import UnsupportedError
 from kvpool.pools import Part
 from kvpool.step import Step
@@ -45,11 +46,13 @@ def refusal(k: tuple[Part, ...], v: Part, options: Attention) -> str:
 
 def latent_type(part: Part) -> torch.dtype | None:
     """Return the type of stored latents as FlashInfer reads them; None for what it does not know."""
-    types = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    if part.vector.dim == sum(FLASHINFER_LATENT):
-        types["e4m3"] = torch.float8_e4m3fn
     name, *scales = (plane.dtype for plane in part.codec.planes(part.vector))
-    return None if scales else types.get(name)
+    if scales:
+        return None
+    if name == "e4m3":
+        return torch.float8_e4m3fn if part.vector.dim == sum(FLASHINFER_LATENT) else None
+    stored: torch.dtype = getattr(torch, dtype(name).torch_name)
+    return stored if stored in (torch.float16, torch.bfloat16) else None
 
 
 class FlashInferBackend(TritonBackend):
