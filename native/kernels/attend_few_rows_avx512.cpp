@@ -6,10 +6,6 @@
 namespace kvpool {
 namespace {
 
-// What of the next tile is fetched while scores and softmax are computed; the rest is for the values. Found by trying
-// in bf16: nothing during the softmax leaves memory idle, and a quarter more during the values makes them a quarter
-// slower.
-constexpr double kScoresShare = 36.0 / 64, kSoftmaxShare = 6.0 / 64;
 constexpr int kMaxPiece = 128;  // elements the kernels of a format take at a time, at most
 
 struct Bf16Work {
@@ -207,7 +203,8 @@ inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, uint64_t al
 
   begin_ahead(w, b);
   const int64_t heads = w.num_heads;
-  b.ahead.spread(kScoresShare, heads * kTile * w.k_dim);
+  const Shares share = b.keys.fetched;
+  b.ahead.spread(share.scores, heads * kTile * w.k_dim);
   for (int h = 0; h < w.num_heads; ++h) {
     if (exact >> h & 1) {
       collect_sums(w, b, h);
@@ -224,11 +221,11 @@ inline void attend_tile_bf16(Work& w, Bf16Work& b, const Tile& tile, uint64_t al
     }
   }
 
-  b.ahead.spread(kSoftmaxShare, heads * w.rows);
+  b.ahead.spread(share.softmax, heads * w.rows);
   for (int h = 0; h < w.num_heads; ++h)
     if (!(exact >> h & 1)) softmax_bf16(w, b, tile, h, tokens);
 
-  b.ahead.spread(1 - kScoresShare - kSoftmaxShare, heads * kTile * w.v_pitch);
+  b.ahead.spread(1 - share.scores - share.softmax, heads * kTile * w.v_pitch);
   for (int h = 0; h < w.num_heads; ++h) {
     if (exact >> h & 1) continue;
     if (!w.shares_kv()) code_rows(v, tile, w.head + h, b.codes);

@@ -146,11 +146,9 @@ struct Int16Products {
 
 // bf16 as it is.
 struct PlainCodes : Bf16Products {
-  static constexpr int kWords = 1, kRowsInOrder = 2;
+  static constexpr int kRowsInOrder = 0;
   static constexpr int word_element(int i) { return i; }
   static constexpr int bytes(int d) { return 2 * d; }
-
-  void words(__m512i codes, __m512i (&w)[1]) const { w[0] = codes; }
 
   void pair(const uint8_t* x, const uint8_t* y, int left, __m512i (&w)[4]) const {
     for (int i = 0; i < 2; ++i) {
@@ -294,7 +292,7 @@ KVPOOL_INLINE void half_sums(const __m512 (&a)[16], float* s) {
   }
 }
 
-// s[r][t] = q[r] . k[t] for tokens [0, tokens), where one or two rows wait for memory: tokens are read from begin to
+// s[r][t] = q[r] . k[t] for tokens [0, tokens), where one row of bytes waits for memory: tokens are read from begin to
 // end, one after another, and each has a vector of its own to sum. Queries: [64 bytes][R][kWords][32].
 template <class Codes, int R>
 inline void scores_in_order(const Codes& codes, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s,
@@ -321,7 +319,7 @@ inline void scores_in_order(const Codes& codes, const uint16_t* q, const CodeRow
   }
 }
 
-// The same for bf16 and more rows: a vector holds eight elements of two rows and the keys come from memory as often as
+// The same for bf16: a vector holds eight elements of two rows and the keys come from memory as often as
 // they are needed, so that few lanes are left to sum. Queries: [8 elements][row][8].
 template <int R>
 inline void scores_by_pairs(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead) {
