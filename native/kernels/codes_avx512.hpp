@@ -127,8 +127,8 @@ struct Bf16Products {
   static __m512 floats(Sum sum) { return sum; }
 };
 
-// Sums of products of pairs of int16: exact, as no lane sums more than 128 products of 127 and 2^15 (an eighth of the
-// longest key, or the tokens of a tile), which stay below 2^31.
+// Sums of products of pairs of int16: exact, as no lane sums more than 512 products of 2^7 and 2^15 - 1 (half of the
+// longest key), which stay below 2^31.
 struct Int16Products {
   using Sum = __m512i;
   static constexpr Form kForm = Form::int16;
@@ -141,12 +141,13 @@ struct Int16Products {
 //   kWords: vectors that 64 bytes of a token become by words(codes, w)
 //   word_element(i): which of their elements stands at place i, vector after vector
 //   kRowsInOrder: up to so many rows read tokens one after another
+//   kRowsByTokens: from so many on they take a token a lane, of dwords(codes, w): even codes, odd ones
 //   bytes(d): where element d stands
 //   pair(x, y, left, w): the vectors of 64 elements of two tokens, pairs side by side; ordered(w) puts sums in order
 
 // bf16 as it is.
 struct PlainCodes : Bf16Products {
-  static constexpr int kRowsInOrder = 0;
+  static constexpr int kRowsInOrder = 0, kRowsByTokens = kFewRows + 1;
   static constexpr int word_element(int i) { return i; }
   static constexpr int bytes(int d) { return 2 * d; }
 
@@ -181,7 +182,7 @@ inline void ordered_lanes(__m512 (&s)[4]) {
 
 // fp8 by a lookup for each byte of its bf16.
 struct Fp8Codes : Bf16Products {
-  static constexpr int kWords = 2, kRowsInOrder = 1;
+  static constexpr int kWords = 2, kRowsInOrder = 1, kRowsByTokens = 5;
   static constexpr int kDims = 32;  // elements in 32 bytes
   __m512i l0, l1, h0, h1;
 
@@ -196,14 +197,29 @@ struct Fp8Codes : Bf16Products {
   static constexpr int word_element(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
   static constexpr int bytes(int d) { return d; }
 
+  // The bytes of the codes' bf16.
+  void bytes(__m512i c, __m512i& low, __m512i& high) const {
+    low = _mm512_permutex2var_epi8(l0, c, l1);
+    // high | (c & 0x80)
+    high = _mm512_ternarylogic_epi64(_mm512_permutex2var_epi8(h0, c, h1), c, _mm512_set1_epi8(static_cast<char>(0x80)),
+                                     0xf8);
+  }
+
   // Codes at 16 k + [0, 8) in the first vector.
   void words(__m512i c, __m512i (&w)[2]) const {
-    const __m512i low = _mm512_permutex2var_epi8(l0, c, l1);
-    // high | (c & 0x80)
-    const __m512i high = _mm512_ternarylogic_epi64(_mm512_permutex2var_epi8(h0, c, h1), c,
-                                                   _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8);
+    __m512i low, high;
+    bytes(c, low, high);
     w[0] = _mm512_unpacklo_epi8(low, high);
     w[1] = _mm512_unpackhi_epi8(low, high);
+  }
+
+  // Even codes, odd ones: they stay in their dwords.
+  void dwords(__m512i c, __m512i (&w)[2]) const {
+    __m512i low, high;
+    bytes(c, low, high);
+    const __m512i mask = _mm512_set1_epi16(255);  // mask ? first : second
+    w[0] = _mm512_ternarylogic_epi64(mask, low, _mm512_slli_epi16(high, 8), 0xca);
+    w[1] = _mm512_ternarylogic_epi64(mask, _mm512_srli_epi16(low, 8), high, 0xca);
   }
 
   void pair(const uint8_t* x, const uint8_t* y, int left, __m512i (&w)[4]) const {
@@ -222,7 +238,7 @@ struct Fp8Codes : Bf16Products {
 
 // int8 as int16, by shifts: those never wait for a unit that multiplies. Queries and probabilities are int16 too.
 struct Int8Codes : Int16Products {
-  static constexpr int kWords = 2, kRowsInOrder = 1;
+  static constexpr int kWords = 2, kRowsInOrder = 1, kRowsByTokens = 3;
   static constexpr int kDims = 32;
 
   static constexpr int half_element(int i) { return i % 16 * 2 + i / 16; }
@@ -234,6 +250,8 @@ struct Int8Codes : Int16Products {
     w[0] = _mm512_srai_epi16(_mm512_slli_epi16(c, 8), 8);
     w[1] = _mm512_srai_epi16(c, 8);
   }
+
+  void dwords(__m512i c, __m512i (&w)[2]) const { words(c, w); }
 
   void pair(const uint8_t* x, const uint8_t* y, int left, __m512i (&w)[4]) const {
     __m512i a[2], b[2];

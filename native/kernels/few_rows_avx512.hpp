@@ -36,7 +36,8 @@ inline Fp8Codes codes_of(const Store& s, Fp8Codes*) {
 
 template <class Codes, int R>
 struct FewRowsOf {
-  static constexpr bool in_order = R <= Codes::kRowsInOrder, by_pairs = !in_order && std::is_same_v<Codes, PlainCodes>;
+  static constexpr bool in_order = R <= Codes::kRowsInOrder, by_pairs = !in_order && std::is_same_v<Codes, PlainCodes>,
+                        by_tokens = R >= Codes::kRowsByTokens;
 
   static void scores(const Store& s, const uint16_t* q, const CodeRows& k, int tokens, int dim, float* out,
                      Stream& ahead) {
@@ -44,6 +45,8 @@ struct FewRowsOf {
       scores_in_order<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead);
     } else if constexpr (by_pairs) {
       scores_by_pairs<R>(q, k, tokens, dim, out, ahead);
+    } else if constexpr (by_tokens) {
+      scores_by_tokens<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead);
     } else {
       scores_by_halves<Codes, R>(codes_of(s, static_cast<Codes*>(nullptr)), q, k, tokens, dim, out, ahead);
     }
@@ -67,6 +70,8 @@ struct FewRowsOf {
               Codes::kForm,
               Codes::kForm,
               R <= 2 ? Shares{30.0 / 64, 4.0 / 64} : Shares{}};
+    } else if constexpr (by_tokens) {
+      return {scores, values, R, 16, 1, dword_element, Codes::kForm, Codes::kForm};
     } else {
       return {scores, values, R, Codes::kDims, 2, Codes::half_element, Codes::kForm, Codes::kForm};
     }

@@ -7,7 +7,7 @@
 
 #include <array>
 
-#include "kernels/codes_avx512.hpp"
+#include "kernels/token_lanes_avx512.hpp"
 
 namespace kvpool {
 namespace {
@@ -60,16 +60,6 @@ inline __mmask16 nan_lanes(__m512i words) {
   return _mm512_test_epi32_mask(nan, nan);
 }
 
-// 16 bytes of four tokens, side by side; 8 where `half`.
-template <bool half>
-KVPOOL_INLINE __m512i load_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
-  const auto load = [](const uint8_t* p) {
-    return half ? _mm_loadu_si64(p) : _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  };
-  const __m512i x = _mm512_inserti32x4(_mm512_castsi128_si512(load(a)), load(b), 1);
-  return _mm512_inserti32x4(_mm512_inserti32x4(x, load(c), 2), load(d), 3);
-}
-
 // Whole numbers x[dim] of one row to its place in the queries of a head, where its blocks lie `step` bytes apart.
 inline void place_nvfp4_query(const float* x, int dim, uint8_t* q, int64_t step) {
   for (int d = 0; d < dim; d += 16, q += step) {
@@ -87,13 +77,9 @@ inline void place_nvfp4_query(const float* x, int dim, uint8_t* q, int64_t step)
   }
 }
 
-using Dword __attribute__((may_alias)) = int32_t;
-
 inline __m512i broadcast_dword(const uint8_t* p) { return _mm512_set1_epi32(*reinterpret_cast<const Dword*>(p)); }
 
-// Sums of products of four codes and the four numbers at `p`. Compilers would broadcast those by an instruction of its
-// own: 24 cycles a token instead of 22.5.
-inline __m512i add_products(__m512i sum, __m512i codes, const uint8_t* p) {
+inline __m512i add_products(__m512i sum, __m512i codes, const uint8_t* p) {  // see add_dword
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<const Dword*>(p)));
   return sum;
 }
@@ -134,20 +120,6 @@ KVPOOL_INLINE void nvfp4_score_blocks(__m512i table, const __m512i* words, const
     for (int r = 0; r < R; ++r) acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[b][r]), scale[b], acc[r]);
 }
 
-// The codes of two blocks of 16 tokens, four dwords of each token; of one block where `half`.
-template <bool half>
-KVPOOL_INLINE void code_words(const uint8_t* const* p, int at, __m512i (&words)[4]) {
-  __m512i v[4];
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) v[j] = load_four<half>(p[j] + at, p[4 + j] + at, p[8 + j] + at, p[12 + j] + at);
-  const __m512i first = _mm512_unpacklo_epi32(v[0], v[1]), second = _mm512_unpacklo_epi32(v[2], v[3]);
-  const __m512i third = _mm512_unpackhi_epi32(v[0], v[1]), fourth = _mm512_unpackhi_epi32(v[2], v[3]);
-  words[0] = _mm512_unpacklo_epi64(first, second);
-  words[1] = _mm512_unpackhi_epi64(first, second);
-  words[2] = _mm512_unpacklo_epi64(third, fourth);
-  words[3] = _mm512_unpackhi_epi64(third, fourth);
-}
-
 // s[r][t] = q[r] . k[t] for tokens [0, tokens), a token a lane. Queries: [block][R], see place_nvfp4_query.
 template <int R>
 inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int dim, float* s, Stream& ahead) {
@@ -155,13 +127,8 @@ inline void nvfp4_scores(const uint16_t* q, const CodeRows& k, int tokens, int d
   const __m512i table = _mm512_load_si512(codes.data());
   const int blocks = dim / 16;
   __m512i words[4];  // of the next blocks, loaded during the products of these
-  const auto load = [&](int t, int b) __attribute__((always_inline)) {
-    if (b + 1 < blocks) {
-      code_words<false>(k.data + t, 8 * b, words);
-    } else {
-      code_words<true>(k.data + t, 8 * b, words);
-    }
-  };
+  const auto load = [&](int t, int b)
+                        __attribute__((always_inline)) { token_dwords(k.data + t, 8 * b, dim / 2 - 8 * b, words); };
   load(0, 0);
   for (int t = 0; t < tokens; t += 16) {
     const auto* piece = reinterpret_cast<const uint8_t*>(q);
@@ -281,7 +248,7 @@ KVPOOL_INLINE void nvfp4_value_blocks(const Nvfp4Probabilities& p, const float (
     for (int j = 0; j < 4; ++j) {
       const int i = t + 4 * j;
       const uint8_t* const* x = v.data + i;
-      const __m512i c = _mm512_permutexvar_epi8(order, load_four<half>(x[0] + at, x[1] + at, x[2] + at, x[3] + at));
+      const __m512i c = _mm512_permutexvar_epi8(order, load_four(x[0], x[1], x[2], x[3], at, half ? 8 : 16));
       const __m512i even = _mm512_permutexvar_epi8(c, table);
       const __m512i odd = _mm512_permutexvar_epi8(_mm512_srli_epi32(c, 4), table);
 #pragma GCC unroll 4

@@ -316,6 +316,26 @@ def test_whole_numbers_keep_what_bf16_would_round(isa: str, group: int, factor: 
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("codec", ["int8", "nvfp4"])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_sums_of_whole_numbers_hold_the_longest_vectors_at_their_largest(isa: str, codec: str, group: int) -> None:
+    dim, n = 1024, 16
+    batch = Batch([70], [1], n, 6)
+    pool = workers(isa)
+    stores = [CodedStore(codec, 6, 1, n, (dim,), "HND", 1 / 2688) for _ in range(2)]
+    for store in stores:
+        write(pool, store, batch.slots_of(0), torch.full((70, 1, dim), -1.0))
+    q = torch.full((1, group, dim), 3.0).bfloat16()
+    batch.plan(1, 1)
+    attention = _native.Attention([stores[0].native], stores[1].native, dim, group)
+    out, lse = attend(pool, batch, attention, q, dim, scale=1 / dim, dtype=torch.float32)
+    k, v = (store.decode(batch.slots_of(0)) for store in stores)
+    want, want_lse = exact(q, k, v, batch.visible(0), scale=1 / dim)
+    torch.testing.assert_close(out.double(), want, atol=3e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("codec", ["bf16", "fp8", "int8", "nvfp4-token"])
 @pytest.mark.parametrize("split", [False, True], ids=["joint", "split"])
 def test_a_latent_with_all_options_is_key_and_value(isa: str, codec: str, split: bool) -> None:
