@@ -1,5 +1,7 @@
 // Attention with bf16 products and fp32 sums (vdpbf16ps) for bf16 queries: half the work of the fp32 path. Scores,
 // softmax and sums stay fp32; probabilities are rounded to bf16 before they meet the values.
+#include <array>
+
 #include "kernels/few_rows_avx512.hpp"
 #include "kernels/special.hpp"
 
@@ -49,6 +51,21 @@ inline void store_probabilities(const __m512 (&x)[N], float* s, uint16_t* p, flo
   }
 }
 
+// Scores of one row times their factors, capped and in units of log2; their factors have been used then.
+__attribute__((noinline)) void cap_scores(float cap, const float* k_factor, float q_unit, int tokens, float* s) {
+  for (int i = 0; i < tokens; i += 16) {
+    const Vec x = load(s + i) * load(k_factor + i) * splat(q_unit);
+    store(s + i, splat(cap * kLog2e) * tanh(x * splat(1.0f / cap)));
+  }
+}
+
+// A row's sums brought to a new maximum.
+__attribute__((noinline)) void rescale(float factor, float* l, float* o, int pitch) {
+  const __m512 f = _mm512_set1_ps(factor);
+  _mm512_store_ps(l, _mm512_mul_ps(f, _mm512_load_ps(l)));
+  for (int d = 0; d < pitch; d += 16) _mm512_storeu_ps(o + d, _mm512_mul_ps(f, _mm512_loadu_ps(o + d)));
+}
+
 // Scores of one row to probabilities, times the values' factors. Tokens not in `mask` become 0.
 // The maximum is renewed only when a score passes it by 2^8: neither sum nor output can overflow before that.
 template <int N, Form form>
@@ -56,13 +73,11 @@ inline void softmax_row_bf16(const Work& w, const float* k_factor, float q_unit,
                              const float* v_factor, uint16_t* p, float& unit, float& m, float* l, float* o) {
   __m512 x[N];
   const __m512 limit = _mm512_set1_ps(m * kLog2e + 8.0f);
-  const float cap = w.args->softcap;
+  const __m512 q = _mm512_set1_ps(q_unit);
   __mmask16 over = 0;
 #pragma GCC unroll 4
   for (int i = 0; i < N; ++i) {
-    x[i] = _mm512_mul_ps(_mm512_loadu_ps(s + 16 * i), _mm512_load_ps(k_factor + 16 * i));
-    if (q_unit != 1.0f) x[i] = _mm512_mul_ps(x[i], splat(q_unit));
-    if (cap > 0) x[i] = splat(cap * kLog2e) * tanh(Vec(x[i]) * splat(1.0f / cap));
+    x[i] = _mm512_mul_ps(_mm512_loadu_ps(s + 16 * i), _mm512_mul_ps(q, _mm512_load_ps(k_factor + 16 * i)));
     x[i] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInf), static_cast<__mmask16>(mask >> (16 * i)), x[i]);
     over |= _mm512_cmp_ps_mask(x[i], limit, _CMP_GT_OQ);
   }
@@ -70,12 +85,7 @@ inline void softmax_row_bf16(const Work& w, const float* k_factor, float q_unit,
     __m512 top = _mm512_set1_ps(kMinusInf);
     for (int i = 0; i < N; ++i) top = _mm512_max_ps(x[i], top);  // in this order NaN is passed over
     const float highest = _mm512_reduce_max_ps(top) * (1.0f / kLog2e);
-    if (m != kMinusInf) {
-      const float factor = __builtin_exp2f((m - highest) * kLog2e);
-      const __m512 f = _mm512_set1_ps(factor);
-      _mm512_store_ps(l, _mm512_mul_ps(f, _mm512_load_ps(l)));
-      for (int d = 0; d < w.v_pitch; d += 16) _mm512_storeu_ps(o + d, _mm512_mul_ps(f, _mm512_loadu_ps(o + d)));
-    }
+    if (m != kMinusInf) rescale(__builtin_exp2f((m - highest) * kLog2e), l, o, w.v_pitch);
     m = highest;
   }
   const __m512 shift = _mm512_set1_ps(m == kMinusInf ? 0.0f : m * kLog2e);
@@ -92,11 +102,22 @@ inline void softmax_row_bf16(const Work& w, const float* k_factor, float q_unit,
 
 template <int N, Form form>
 inline void softmax_rows_bf16(Work& w, Bf16Work& b, int h, const float* k_factor, const float* v_factor) {
+  alignas(64) static constexpr auto ones = [] {
+    std::array<float, kTile> x{};
+    x.fill(1.0f);
+    return x;
+  }();
   for (int r = 0; r < w.rows; ++r) {
     b.ahead.pass(1);
     const int64_t at = int64_t{h} * w.rows + r, place = int64_t{h} * kFewRows + r, row = int64_t{r} * kTile;
-    softmax_row_bf16<N, form>(w, k_factor, b.q_unit[place], b.scores(h) + row, w.masks[r / w.group], v_factor,
-                              b.probabilities(h) + row, b.unit[place], w.m[at], b.l + 16 * place, w.output(h, r));
+    float q_unit = b.q_unit[place];
+    if (w.args->softcap > 0) {
+      cap_scores(w.args->softcap, k_factor, q_unit, 16 * N, b.scores(h) + row);
+      q_unit = 1.0f;
+    }
+    softmax_row_bf16<N, form>(w, w.args->softcap > 0 ? ones.data() : k_factor, q_unit, b.scores(h) + row,
+                              w.masks[r / w.group], v_factor, b.probabilities(h) + row, b.unit[place], w.m[at],
+                              b.l + 16 * place, w.output(h, r));
   }
 }
 
