@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "flashinfer-python"
 IMPORTS = ("Jinja2", "requests", "tqdm")
 VERSIONS = {PACKAGE: "0.7.4", "apache-tvm-ffi": "0.1.15.post2", "einops": "0.8.2", "nvidia-ml-py": "13.615.71"}
+#: Headers of CUDA 13 that small toolkits leave out.
+CURAND = "nvidia-curand==10.4.0.35"
 #: The GPU: compute capability, with the features of this chip only.
 ARCHITECTURE = "9.0a"
 #: Subpackages for other models and chips, half of all: only what is imported of them is carried.
@@ -39,9 +41,17 @@ def install() -> Path:
     Raises:
         OSError: It cannot be fetched.
     """
-    folder = ROOT / "build" / "flashinfer"
+    return fetched("flashinfer", *(f"{name}=={version}" for name, version in VERSIONS.items()))
+
+
+def fetched(name: str, *packages: str) -> Path:
+    """Return a folder below `build` with packages in it, fetched when it is not there.
+
+    Raises:
+        OSError: They cannot be fetched.
+    """
+    folder = ROOT / "build" / name
     if not folder.exists():
-        packages = [f"{name}=={version}" for name, version in VERSIONS.items()]
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -90,6 +100,7 @@ def pretended(load: bool) -> Iterator[dict[str, Any]]:
         "get_compute_capability": lambda device: (9, 0),
         "get_device_properties": lambda device: chip,
         "get_device_sm_count": lambda device: chip.multi_processor_count,
+        "is_sm90a_supported": lambda device: True,
     }
     empty, build_and_load = torch.empty, core.JitSpec.build_and_load
 
@@ -171,15 +182,23 @@ def build(specs: dict[str, Any], folder: Path) -> None:
 
 
 def toolkit(place: Path) -> Path | None:
-    """Return a CUDA toolkit that links without a driver, made of links to the one here; None where none is."""
+    """Return a CUDA toolkit that links without a driver and has all headers; None where there is no compiler.
+
+    It is made of links to the one here, a library that stands for the driver's, and curand's headers, which CUTLASS
+    includes and which may have been left out.
+    """
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     if not (home / "bin" / "nvcc").exists():
         return None
     stubs = place / "lib64" / "stubs"
     stubs.mkdir(parents=True, exist_ok=True)
-    libraries = home / "lib64"
-    for path in [path for path in home.iterdir() if path.name not in ("lib64", "lib")] + list(libraries.glob("lib*")):
-        link = place / ("lib64" if path.parent == libraries else "") / path.name
+    (place / "include").mkdir(exist_ok=True)
+    files = [path for path in home.iterdir() if path.name not in ("include", "lib64", "lib")]
+    files += [*(home / "lib64").glob("lib*"), *(home / "include").iterdir()]
+    if not (home / "include" / "curand_kernel.h").exists():
+        files += fetched("curand", CURAND).rglob("curand*.h")
+    for path in files:
+        link = place / (path.parent.name if path.parent != home else "") / path.name
         if not link.exists():
             link.symlink_to(path)
     command = ["gcc", "-shared", "-xc", "-", "-Wl,-soname,libcuda.so.1", "-o", str(stubs / "libcuda.so")]

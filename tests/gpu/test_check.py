@@ -82,6 +82,41 @@ def test_a_target_is_not_seen_to_hold_where_one_of_its_cases_failed() -> None:
 
 
 @pytest.mark.long
+def test_a_library_that_fails_refuses_or_computes_something_else_is_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(CHECK.parents[2] / "benchmarks"))
+    import gpu_attention
+
+    from kvpool.backends.triton import TritonBackend
+    from kvpool.errors import UnsupportedError
+
+    class Wrong(TritonBackend):
+        def attend(self, *arguments: Any) -> None:
+            super().attend(*arguments)
+            arguments[6].mul_(1.05)
+
+    class Refusing(TritonBackend):
+        def attend(self, *arguments: Any) -> None:
+            raise UnsupportedError("no kernel")
+
+    class Broken(TritonBackend):
+        def __init__(self, device: str) -> None:
+            raise RuntimeError("no module")
+
+    others = {"wrong": Wrong, "refusing": Refusing, "broken": Broken, "same": TritonBackend}
+    monkeypatch.setattr(gpu_attention, "backends", lambda device: {"triton": TritonBackend, **others})
+    case = {**next(gpu_attention.cases("cpu", "decode")), "batch": 1, "context": 20, "heads": 8}
+    rows = {row["backend"]: row for row in gpu_attention.run_case(case, "cpu", 1.0)}
+    assert rows["triton"]["us"] > 0
+    assert rows["same"]["us"] > 0
+    assert "differs from triton's by 5.0e-02" in rows["wrong"]["error"]
+    assert rows["refusing"]["refused"] == "no kernel"
+    assert rows["broken"]["error"] == "RuntimeError: no module"
+    assert "us" in rows["torch sdpa"]
+
+
+@pytest.mark.long
 def test_blocks_beyond_two_billion_elements_are_where_they_should_be(tmp_path: Path) -> None:
     done = run("--dry-run", "--out", str(tmp_path), "--only", "high_ids")
     assert not done.returncode, done.stdout + done.stderr
@@ -152,7 +187,7 @@ def test_flashinfer_finds_every_kernel_our_cases_ask_for_where_it_is_unpacked(tm
     except OSError as error:
         pytest.skip(str(error))
     asked = [row["module"] for row in peer.run(places=(library,)) if "module" in row]
-    assert len(asked) == len(set(asked)) == 5
+    assert len(asked) == len(set(asked)) == 6
     (tmp_path / "kernels").mkdir()
     for name in asked:
         (tmp_path / "kernels" / f"{name}.so").touch()
@@ -162,7 +197,7 @@ def test_flashinfer_finds_every_kernel_our_cases_ask_for_where_it_is_unpacked(tm
     variables = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_WORKSPACE_BASE": str(tmp_path / "empty")}
     rows = [row for row in peer.run(places=(site, library), **variables) if "module" in row]
     assert [row["module"] for row in rows] == asked
-    assert [row["found"] for row in rows] == [True, False, True, True, True]
+    assert [row["found"] for row in rows] == [True, False, True, True, True, True]
 
 
 @pytest.mark.slow

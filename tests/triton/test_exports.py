@@ -119,7 +119,9 @@ def test_sinks_and_the_log_sum_exp_are_ours_whatever_flashinfer_s_wrapper_makes_
             REFERENCE.attend(q, (k,), v, 64, scene.step, Attention(asked.scale), out, lse)
             return (out, lse / np.log(2)) if return_lse else out
 
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
+    utils = SimpleNamespace(get_compute_capability=lambda device: (9, 0))
+    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper, utils=utils)
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
     backend = FlashInferBackend("cpu")
     q = scene.normal(5, 4, 64)
     got, want = torch.empty(5, 4, 64), torch.empty(5, 4, 64)

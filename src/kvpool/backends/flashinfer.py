@@ -56,7 +56,7 @@ def latent_type(part: Part) -> torch.dtype | None:
 
 
 class FlashInferBackend(TritonBackend):
-    """Attends with FlashInfer's paged kernels (`fa2`), planned once a step for every kind of call."""
+    """Attends with FlashInfer's paged kernels (`fa2`, `fa3`), planned once a step for every kind of call."""
 
     name = "flashinfer"
     replayable = False  # a replay would go on with the plan of the step that was captured
@@ -69,6 +69,9 @@ class FlashInferBackend(TritonBackend):
             raise UnsupportedError(f"backend 'flashinfer' needs the package flashinfer-python ({error})") from error
         self._library = flashinfer
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # On Hopper FlashInfer takes its `fa3` where that is faster; on later chips its choice may need other packages.
+        major, _ = flashinfer.utils.get_compute_capability(self._workspace.device)
+        self._kernels = "auto" if major == 9 else "fa2"
         self._wrappers: dict[tuple[Any, ...], Any] = {}
         self._planned: set[tuple[Any, ...]] = set()
 
@@ -108,7 +111,7 @@ class FlashInferBackend(TritonBackend):
         )
         if isinstance(result, tuple):
             total = result[1] * math.log(2.0)  # theirs is base 2
-            if options.sinks is not None:  # `fa2` takes none, and its wrapper would leave them out without a word
+            if options.sinks is not None:  # these kernels take none, and the wrapper leaves them out without a word
                 seen, total = total, torch.logaddexp(total, options.sinks.float())
                 out.mul_((seen - total).exp().unsqueeze(-1))
                 total.masked_fill_(seen.isneginf(), float("-inf"))  # rows that see nothing
@@ -120,7 +123,9 @@ class FlashInferBackend(TritonBackend):
         shape = (k.group, q.shape[1], k.vector, v.vector, q.dtype, cache.k.dtype, cache.token_head, cache.layout)
         key = (*shape, window, options.scale, options.softcap)
         if key not in self._wrappers:
-            made = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, cache.layout, backend="fa2")
+            made = self._library.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, cache.layout, backend=self._kernels
+            )
             self._wrappers[key] = made
         wrapper = self._wrappers[key]
         if key not in self._planned:
