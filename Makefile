@@ -1,7 +1,7 @@
 # `make run`    set up everything, then the main job on the embedded model
 # `make test`   the same set-up, then the tests
 # `make check`  lint, types, quick tests
-# also: build, lint, types, sanitize, slow, soak, gpu, test-transformers, lock, clean, distclean. Running any twice is quick.
+# also: build, lint, types, sanitize, slow, soak, gpu, carry, test-transformers, lock, clean, distclean. Running any twice is quick.
 
 VENV := .venv
 OLDEST_TRANSFORMERS := 5.22.0
@@ -11,7 +11,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 PACKAGES := $(VENV)/.packages
 NATIVE_SOURCES = $(shell find native -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: run test check build lint types sanitize slow soak gpu test-transformers lock clean distclean
+.PHONY: run test check build lint types sanitize slow soak gpu carry test-transformers lock clean distclean
 
 run: build
 	$(VENV)/bin/kvpool run
@@ -32,6 +32,12 @@ slow: build $(GPU_PEERS)
 
 gpu: build
 	$(PYTHON_VENV) -m pytest -m gpu
+
+# What a GPU machine without network lacks, for its Python: `make carry FOR=/path/to/python3.12`.
+FOR := $(PYTHON_VENV)
+carry: build
+	rm -rf build/carried
+	$(PYTHON_VENV) tests/gpu/carry build/carried --python $(FOR)
 
 soak: build
 	$(PYTHON_VENV) benchmarks/soak.py
