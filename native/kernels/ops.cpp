@@ -53,8 +53,8 @@ void attend(Workers& workers, Isa isa, AttendArgs args) {
 
 namespace {
 
-constexpr int64_t kPieceTokens = 16;       // tokens of one piece of work
-constexpr int64_t kMostWriteTokens = 256;  // of a write: long pieces suit the prefetchers
+constexpr int64_t kPieceTokens = 16;            // tokens of one piece of work
+constexpr int64_t kMostWriteBytes = 512 << 10;  // of a write's source: long pieces suit the prefetchers
 constexpr int64_t kBulkBytes = 1 << 20;
 
 }  // namespace
@@ -62,7 +62,9 @@ constexpr int64_t kBulkBytes = 1 << 20;
 void write(Workers& workers, Isa isa, const WriteArgs* parts, int num_parts) {
   const Kernels& kernels = kernels_of(isa);
   const int64_t tokens = parts[0].num_tokens;
-  const int64_t piece = std::clamp(tokens / (8 * workers.num_threads()), kPieceTokens, kMostWriteTokens);
+  const int64_t most =
+      kMostWriteBytes / (parts[0].store->num_heads * parts[0].store->dim * item_size(parts[0].src.dtype));
+  const int64_t piece = std::clamp(tokens / (8 * workers.num_threads()), kPieceTokens, std::max(kPieceTokens, most));
   const int64_t chunks = (tokens + piece - 1) / piece;
   WriteArgs copies[2];
   for (int i = 0; i < num_parts; ++i) {

@@ -49,7 +49,7 @@ inline void copy_rows(const WriteArgs& a, int64_t begin, int64_t end) {
 
 #if defined(__AVX512BF16__)
 template <CodecId codec>
-concept EncodesBf16 = requires(const Store& s, const Bf16Batch& b) { Codec<codec>::encode_bf16(s, b); };
+concept EncodesBf16 = requires { typename Codec<codec>::FromBf16; };
 
 // Tokens [begin, end) of a write of bf16 rows, all heads, some rows at a time.
 template <CodecId codec>
@@ -57,11 +57,13 @@ void write_batches(const WriteArgs& a, int64_t begin, int64_t end) {
   const Store& s = *a.store;
   const int64_t mask = s.tokens_per_block - 1;
   const int64_t places = reinterpret_cast<int64_t>(s.data.base) | s.data.stride_b | s.data.stride_h | s.data.stride_n;
+  const typename Codec<codec>::FromBf16 encode{s};
   Bf16Batch batch;
   batch.past = a.bulk && places % 64 == 0;
+  const int most = Bf16Batch::rows_of(s.dim);
   const auto flush = [&] {
-    for (int r = batch.rows; r % 4 != 0; ++r) batch.x[r] = batch.x[0];
-    if (batch.rows > 0) Codec<codec>::encode_bf16(s, batch);
+    batch.pad();
+    if (batch.rows > 0) encode(batch);
     batch.rows = 0;
   };
   for (int64_t t = begin; t < end; ++t) {
@@ -69,9 +71,8 @@ void write_batches(const WriteArgs& a, int64_t begin, int64_t end) {
     if (slot < 0) continue;
     Place at = place(s, slot >> s.block_shift, 0, static_cast<int>(slot & mask));
     for (int h = 0; h < s.num_heads; ++h, at = next_head(s, at)) {
-      batch.x[batch.rows] = reinterpret_cast<const uint16_t*>(a.src.at(t, h));
-      batch.at[batch.rows] = at;
-      if (++batch.rows == Bf16Batch::kRows) flush();
+      batch.add(reinterpret_cast<const uint16_t*>(a.src.at(t, h)), at);
+      if (batch.rows == most) flush();
     }
   }
   flush();
@@ -86,7 +87,7 @@ void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
   if (codec == plain_codec(a.src.dtype) && !s.has_maps()) return copy_rows(a, begin, end);
 #if defined(__AVX512BF16__)
   if constexpr (EncodesBf16<codec>) {
-    if (a.src.dtype == DType::bf16 && !s.has_maps() && Codec<codec>::fits_bf16(s))
+    if (a.src.dtype == DType::bf16 && !s.has_maps() && Codec<codec>::FromBf16::fits(s))
       return write_batches<codec>(a, begin, end);
   }
 #endif

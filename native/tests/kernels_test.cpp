@@ -143,10 +143,12 @@ std::vector<float> run(const Case& c, Isa isa, Workers& workers) {
     std::vector<float> x(static_cast<size_t>(lengths[s] * c.heads * c.dim));
     for (Owned* part : {&k, &v}) {
       for (float& value : x) value = normal(random);
-      WriteArgs args{&part->store,
-                     {reinterpret_cast<uint8_t*>(x.data()), DType::fp32, 4 * c.heads * c.dim, 4 * c.dim},
-                     slots.data(),
-                     lengths[s]};
+      std::vector<uint16_t> x16(x.size());
+      for (size_t i = 0; i < x.size(); ++i) x16[i] = to_bf16(x[i]);
+      uint8_t* rows =
+          c.q_type == DType::bf16 ? reinterpret_cast<uint8_t*>(x16.data()) : reinterpret_cast<uint8_t*>(x.data());
+      const int64_t bytes = item_size(c.q_type);
+      WriteArgs args{&part->store, {rows, c.q_type, bytes * c.heads * c.dim, bytes * c.dim}, slots.data(), lengths[s]};
       if (lengths[s] > 0) write(workers, isa, &args, 1);
     }
   }

@@ -148,6 +148,26 @@ def test_every_mantissa_is_rounded_right_below_every_largest_element(isa: str, c
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("codec", "scale"), [("nvfp4", 1.0), ("nvfp4", 0.013), ("nvfp4", 2.0**7), ("nvfp4", 0.75), ("nvfp4-token", None)]
+)
+def test_every_step_of_a_block_is_where_the_reference_has_it(isa: str, codec: str, scale: float | None) -> None:
+    # Blocks for each mantissa of their largest element, with all elements of the six octaves below; the
+    # scale 128 makes subnormal block scales. Shuffled, so that a vector's largest is not each of its blocks'.
+    tops = torch.arange(128)[:, None, None] + 127 * 128
+    below = (torch.arange(52 * 15) % 768).view(1, 52, 15)
+    bits = torch.cat([tops - below, tops.expand(-1, 52, 1)], -1) + torch.where(torch.arange(16) % 3 == 0, -32768, 0)
+    blocks = bits.view(-1, 16)[torch.randperm(128 * 52, generator=torch.Generator().manual_seed(3))]
+    x = blocks.reshape(-1, 1, 64).to(torch.int16).view(torch.bfloat16)
+    store = CodedStore(codec, -(-len(x) // 16), 1, 16, (64,), "HND", scale)
+    slots = torch.arange(len(x))
+    write(workers(isa), store, slots, x)
+    want = store.encode(x)
+    for name, plane in store.at(slots).items():
+        assert same_bytes(plane, want[name]), name
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("codec", ["fp8-tensor", "fp8e5m2-tensor", "int8-tensor"])
 def test_all_256_codes_decode_to_the_format(isa: str, codec: str) -> None:
     store = CodedStore(codec, 1, 1, 2, (256,), "HND", 1.0)

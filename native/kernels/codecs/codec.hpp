@@ -13,13 +13,13 @@ struct Place {
   uint8_t* block_scale;
 };
 
-inline Place place(const Store& s, int64_t b, int h, int n) {
+KVPOOL_INLINE Place place(const Store& s, int64_t b, int h, int n) {
   return {s.data.at(b, h, n), s.scale.base ? reinterpret_cast<float*>(s.scale.at(b, h, n)) : nullptr,
           s.block_scale.base ? s.block_scale.at(b, h, n) : nullptr};
 }
 
 // The place of the same token's vector of the next head.
-inline Place next_head(const Store& s, Place p) {
+KVPOOL_INLINE Place next_head(const Store& s, Place p) {
   return {p.data + s.data.stride_h, reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(p.scale) + s.scale.stride_h),
           p.block_scale + s.block_scale.stride_h};
 }

@@ -33,18 +33,23 @@ struct Constant {
   }
 
 #if defined(__AVX512BF16__)
-  // The same from bf16 elements; `fits_bf16` says for which stores.
-  static bool fits_bf16(const Store& s) { return s.dim % 64 == 0; }
+  // The same from bf16 elements, for the stores that `fits` names.
+  struct FromBf16 {
+    const Store& s;
 
-  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
-    Lost lost;
-    for (int r = 0; r < batch.rows; ++r)
-      encode_constant_row<Element>(batch.x[r], s.dim, 1.0f / s.constant_scale, has_nan ? kNanCode : 0, batch.at[r].data,
-                                   batch.past, lost);
-    count(s.counters->saturated, lost.saturated);
-    count(s.counters->flushed, lost.flushed);
-    if (!has_nan) count(s.counters->nonfinite, lost.nonfinite);
-  }
+    static bool fits(const Store& s) { return s.dim % 64 == 0; }
+
+    void operator()(const Bf16Batch& batch) const {
+      Lost lost;
+      for (int r = 0; r < batch.rows; ++r) {
+        encode_constant_row<Element>(batch.x[r], s.dim, 1.0f / s.constant_scale, has_nan ? kNanCode : 0,
+                                     batch.at[r].data, batch.past, lost);
+      }
+      count(s.counters->saturated, lost.saturated);
+      count(s.counters->flushed, lost.flushed);
+      if (!has_nan) count(s.counters->nonfinite, lost.nonfinite);
+    }
+  };
 #endif
 
   static void decode(const Store& s, Place at, float* out) {

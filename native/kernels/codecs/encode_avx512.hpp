@@ -14,10 +14,26 @@ namespace {
 
 struct Bf16Batch {
   static constexpr int kRows = 16;
-  const uint16_t* x[kRows];  // beyond `rows`, up to a multiple of four, any row
+  const uint16_t* x[kRows] = {};
   Place at[kRows];
   int rows = 0;
-  bool past;  // codes are whole lines and go past the cache
+  bool past = false;  // codes are whole lines and go past the cache
+
+  // Measured: more at a time are slower from memory, fewer from cache.
+  static int rows_of(int dim) { return dim <= 64 ? 16 : dim <= 256 ? 8 : 4; }
+
+  void add(const uint16_t* row, const Place& place) {
+    x[rows] = row;
+    at[rows++] = place;
+  }
+
+  // Makes all rows up to a multiple of four the first: they may be encoded, and stored, again.
+  void pad() {
+    for (int r = rows; r % 4 != 0; ++r) {
+      x[r] = x[0];
+      at[r] = at[0];
+    }
+  }
 };
 
 inline void store_line(uint8_t* out, __m512i v, bool past) {
@@ -38,7 +54,7 @@ inline __m512i max_of_halves(__m512i a, __m512i b) {
 }
 
 // Largest magnitudes of four rows of `n` bf16 elements (a multiple of 64), as the bits of fp32.
-inline __m128i amax_of_rows(const uint16_t* const* x, int n) {
+KVPOOL_INLINE __m128i amax_of_rows(const uint16_t* const* x, int n) {
   __m512i top[4];
   for (int r = 0; r < 4; ++r) {
     top[r] = _mm512_max_epu16(magnitudes_bf16(x[r]), magnitudes_bf16(x[r] + 32));
@@ -54,21 +70,12 @@ inline __m128i amax_of_rows(const uint16_t* const* x, int n) {
   return _mm512_castsi512_si128(_mm512_permutexvar_epi32(first, m));
 }
 
-inline __m512i amax_of_batch(const Bf16Batch& b, int n) {
-  __m512i top = _mm512_castsi128_si512(amax_of_rows(b.x, n));
-  if (b.rows > 4) top = _mm512_inserti32x4(top, amax_of_rows(b.x + 4, n), 1);
-  if (b.rows > 8) top = _mm512_inserti32x4(top, amax_of_rows(b.x + 8, n), 2);
-  if (b.rows > 12) top = _mm512_inserti32x4(top, amax_of_rows(b.x + 12, n), 3);
-  return top;
-}
-
 // scale_of, for bf16 magnitudes.
-inline __m512 scales_of(__m512i amax, float largest) {
-  const __m512 s =
-      _mm512_max_ps(_mm512_div_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(largest)), _mm512_set1_ps(kSmallestScale));
-  const __mmask16 finite = _mm512_cmplt_epu32_mask(amax, _mm512_set1_epi32(kInfBits));
-  return _mm512_maskz_mov_ps(_mm512_test_epi32_mask(amax, amax),
-                             _mm512_mask_mov_ps(_mm512_set1_ps(from_bits(0x7fc00000)), finite, s));
+inline __m128 scales_of(__m128i amax, float largest) {
+  const __m128 s = _mm_max_ps(_mm_div_ps(_mm_castsi128_ps(amax), _mm_set1_ps(largest)), _mm_set1_ps(kSmallestScale));
+  const __mmask8 finite = _mm_cmplt_epu32_mask(amax, _mm_set1_epi32(kInfBits));
+  return _mm_maskz_mov_ps(_mm_test_epi32_mask(amax, amax),
+                          _mm_mask_mov_ps(_mm_set1_ps(from_bits(0x7fc00000)), finite, s));
 }
 
 // Elements of even and odd places as fp32, times a factor.
@@ -167,12 +174,12 @@ constexpr E4m3Rows kE4m3Rows = make_e4m3_rows();
 // One row of `n` elements (a multiple of 64) by its largest magnitude and the inverse of its scale, both not 0 and
 // finite.
 template <class Element>
-inline void encode_row(const uint16_t* x, int n, uint32_t, float inverse, uint8_t* out, bool past) {
+KVPOOL_INLINE void encode_row(const uint16_t* x, int n, uint32_t, float inverse, uint8_t* out, bool past) {
   for (int i = 0; i < n; i += 64) store_line(out + i, encode64<Element>(x + i, _mm512_set1_ps(inverse)), past);
 }
 
 template <>
-inline void encode_row<E4m3>(const uint16_t* x, int n, uint32_t amax, float inverse, uint8_t* out, bool past) {
+KVPOOL_INLINE void encode_row<E4m3>(const uint16_t* x, int n, uint32_t amax, float inverse, uint8_t* out, bool past) {
   const uint32_t top = amax >> 16, exponent = top >> 7;
   __m512i smallest = magnitudes_bf16(x);
   for (int i = 32; i < n; i += 32) smallest = _mm512_min_epu16(smallest, magnitudes_bf16(x + i));

@@ -2,6 +2,9 @@
 // element is fl32(c * fl32(bs * g)). Block scales are linear in memory.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
+
 #include "kernels/codecs/codec.hpp"
 #include "kernels/codecs/elements.hpp"
 
@@ -48,10 +51,12 @@ inline void decode_nvfp4(const Store& s, Place at, float g, float* out) {
 #if defined(__AVX512BF16__)
 // Rows the vector code refused, from bf16.
 template <class Encode>
-inline void encode_refused(const Store& s, const Bf16Batch& batch, uint32_t rows, Encode&& encode) {
+inline void encode_refused(const Store& s, const Bf16Batch& batch, uint64_t rows, Encode&& encode) {
+  if (rows == 0) return;
+  if (batch.past) _mm_sfence();  // before the same bytes are written again
   alignas(64) float x[kMaxDim];
   for (; rows != 0; rows &= rows - 1) {
-    const int r = __builtin_ctz(rows);
+    const int r = __builtin_ctzll(rows);
     load_row(reinterpret_cast<const uint8_t*>(batch.x[r]), DType::bf16, s.dim, x);
     encode(s, x, batch.at[r]);
   }
@@ -73,13 +78,27 @@ struct Codec<CodecId::nvfp4> {
   }
 
 #if defined(__AVX512BF16__)
-  static bool fits_bf16(const Store& s) { return s.dim % 64 == 0; }
+  // The same from bf16 elements, for the stores that `fits` names.
+  struct FromBf16 {
+    const Store& s;
+    Nvfp4Steps steps;
+    Nvfp4BatchScales rows;
 
-  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
-    alignas(64) float g[Bf16Batch::kRows];
-    _mm512_store_ps(g, _mm512_set1_ps(s.constant_scale));
-    encode_refused(s, batch, encode_nvfp4_batch(batch, s.dim, g, E4m3::largest), encode);
-  }
+    static bool fits(const Store& s) {
+      return s.dim % 64 == 0 && s.constant_scale >= 0x1p-60f && s.constant_scale <= 0x1p60f;
+    }
+
+    explicit FromBf16(const Store& store) : s(store) {
+      make_nvfp4_steps(s.constant_scale, steps);
+      std::fill(std::begin(rows.steps), std::end(rows.steps), &steps);
+      std::fill(std::begin(rows.six_g), std::end(rows.six_g), 6.0f * s.constant_scale);
+      std::fill(std::begin(rows.exponent), std::end(rows.exponent), 0);
+    }
+
+    void operator()(const Bf16Batch& batch) const {
+      encode_refused(s, batch, Nvfp4Encoder(batch, s.dim, rows, E4m3::largest).encode(), encode);
+    }
+  };
 #endif
 
   static void decode(const Store& s, Place at, float* out) { decode_nvfp4(s, at, s.constant_scale, out); }
@@ -101,17 +120,36 @@ struct Codec<CodecId::nvfp4_token> {
   }
 
 #if defined(__AVX512BF16__)
-  static bool fits_bf16(const Store& s) { return s.dim % 64 == 0; }
+  // The same from bf16 elements, for the stores that `fits` names.
+  struct FromBf16 {
+    const Store& s;
 
-  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
-    alignas(64) float g[Bf16Batch::kRows];
-    const __m512i amax = _mm512_min_epu32(amax_of_batch(batch, s.dim), _mm512_set1_epi32(kLargestAmax));
-    const __m512 ratio = _mm512_div_ps(_mm512_castsi512_ps(amax), _mm512_set1_ps(2688.0f));
-    _mm512_store_ps(g, _mm512_max_ps(ratio, _mm512_set1_ps(kSmallestScale)));
-    for (int r = 0; r < batch.rows; ++r) *batch.at[r].scale = g[r];
-    // The largest block's scale may be an ulp above 448, and rounds to it.
-    encode_refused(s, batch, encode_nvfp4_batch(batch, s.dim, g, 460.0f), encode);
-  }
+    static bool fits(const Store& s) { return s.dim % 64 == 0; }
+
+    void operator()(const Bf16Batch& batch) const {
+      Nvfp4BatchScales rows;
+      for (int first = 0; first < batch.rows; first += 4) {
+        const __m128i amax = s.dim == 128 ? amax_of_rows(batch.x + first, 128) : amax_of_rows(batch.x + first, s.dim);
+        const __m128 g = _mm_div_ps(_mm_castsi128_ps(amax), _mm_set1_ps(2688.0f));
+        // Steps of smaller rows would begin below the least normal bf16.
+        const __mmask8 plain = _mm_cmpge_epu32_mask(amax, _mm_set1_epi32(bits(0x1p-96f)));
+        const __m128 six_g = _mm_mask_mul_ps(_mm_set1_ps(from_bits(0x7fc00000)), plain, _mm_set1_ps(6.0f), g);
+        const __m128i exponent = _mm_slli_epi32(_mm_sub_epi32(_mm_srli_epi32(amax, 23), _mm_set1_epi32(127)), 8);
+        alignas(16) uint32_t top[4];
+        alignas(16) float scale[4];
+        _mm_store_si128(reinterpret_cast<__m128i*>(top), amax);
+        _mm_store_ps(scale, g);
+        _mm_storeu_ps(rows.six_g + first, six_g);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(rows.exponent + first), exponent);
+        for (int r = 0; r < 4; ++r) {
+          *batch.at[first + r].scale = scale[r];
+          rows.steps[first + r] = &kNvfp4TokenSteps.of[top[r] >> 16 & 127];
+        }
+      }
+      // The largest block's scale may be an ulp above 448, and rounds to it.
+      encode_refused(s, batch, Nvfp4Encoder(batch, s.dim, rows, 460.0f).encode(), encode);
+    }
+  };
 #endif
 
   static void decode(const Store& s, Place at, float* out) { decode_nvfp4(s, at, *at.scale, out); }

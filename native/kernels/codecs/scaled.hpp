@@ -30,27 +30,44 @@ struct Scaled {
   }
 
 #if defined(__AVX512BF16__)
-  // The same from bf16 elements; `fits_bf16` says for which stores.
-  static bool fits_bf16(const Store& s) { return s.num_segments == 1 && s.dim % 64 == 0; }
+  // The same from bf16 elements, for the stores that `fits` names.
+  struct FromBf16 {
+    const Store& s;
 
-  static void encode_bf16(const Store& s, const Bf16Batch& batch) {
-    alignas(64) uint32_t amax[Bf16Batch::kRows];
-    alignas(64) float scale[Bf16Batch::kRows], inverse[Bf16Batch::kRows];
-    const __m512i top = amax_of_batch(batch, s.dim);
-    const __m512 scales = scales_of(top, Element::largest);
-    _mm512_store_si512(amax, top);
-    _mm512_store_ps(scale, scales);
-    _mm512_store_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1.0f), scales));
-    for (int r = 0; r < batch.rows; ++r) {
-      uint8_t* out = batch.at[r].data;
-      *batch.at[r].scale = scale[r];
-      if (scale[r] > 0) {
-        encode_row<Element>(batch.x[r], s.dim, amax[r], inverse[r], out, batch.past);
-      } else {
-        for (int i = 0; i < s.dim; i += 64) store_line(out + i, _mm512_setzero_si512(), batch.past);
+    static bool fits(const Store& s) { return s.num_segments == 1 && s.dim % 64 == 0; }
+
+    void operator()(const Bf16Batch& batch) const {
+      switch (s.dim) {  // of the usual ones loops unroll
+        case 64:
+          return encode(batch, 64);
+        case 128:
+          return encode(batch, 128);
+        default:
+          return encode(batch, s.dim);
       }
     }
-  }
+
+    KVPOOL_INLINE void encode(const Bf16Batch& batch, int dim) const {
+      alignas(64) uint32_t amax[Bf16Batch::kRows];
+      alignas(64) float scale[Bf16Batch::kRows], inverse[Bf16Batch::kRows];
+      for (int first = 0; first < batch.rows; first += 4) {
+        const __m128i top = amax_of_rows(batch.x + first, dim);
+        const __m128 scales = scales_of(top, Element::largest);
+        _mm_store_si128(reinterpret_cast<__m128i*>(amax + first), top);
+        _mm_store_ps(scale + first, scales);
+        _mm_store_ps(inverse + first, _mm_div_ps(_mm_set1_ps(1.0f), scales));
+      }
+      for (int r = 0; r < batch.rows; ++r) {
+        uint8_t* out = batch.at[r].data;
+        *batch.at[r].scale = scale[r];
+        if (scale[r] > 0) {
+          encode_row<Element>(batch.x[r], dim, amax[r], inverse[r], out, batch.past);
+        } else {
+          for (int i = 0; i < dim; i += 64) store_line(out + i, _mm512_setzero_si512(), batch.past);
+        }
+      }
+    }
+  };
 #endif
 
   static void decode(const Store& s, Place at, float* out) {
