@@ -275,7 +275,7 @@ class TritonBackend:
                 num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=True,
             )  # fmt: skip
         if items.num_merges:
-            rows = min(shape.block_m, max(2048 // call.v_width, 1))
+            rows = min(shape.block_m, 32, max(2048 // call.v_width, 1))
             with self._current():
                 merge_kernel[(items.num_merges * programs, shape.block_m // rows)](
                     partial, partial_lse, items.merges, step.cu_seqlens, out, out if lse is None else lse,
