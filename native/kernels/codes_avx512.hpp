@@ -77,7 +77,14 @@ class Stream {
   }
 
   KVPOOL_INLINE void fetch_to(uintptr_t to) {
-    for (uintptr_t p = at_; p < to; p += 64) _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+    for (uintptr_t p = at_; p < to; p += 64) {
+      const auto* line = reinterpret_cast<const char*>(p);
+      if (p % 4096 < 64) {  // the first line of a page into the first-level cache, so that its stream begins at once
+        _mm_prefetch(line, _MM_HINT_T0);
+      } else {
+        _mm_prefetch(line, _MM_HINT_T1);
+      }
+    }
     at_ = to;
   }
 
