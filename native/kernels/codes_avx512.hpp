@@ -7,6 +7,7 @@
 
 #include "kernels/bf16_rows_avx512.hpp"
 #include "kernels/special.hpp"
+#include "kernels/stream_avx512.hpp"
 
 namespace kvpool {
 namespace {
@@ -26,86 +27,6 @@ struct Probabilities {
   const float *wide, *unit;
   const uint64_t* seen;  // tokens that rows [group i, group (i + 1)) see
   int group;
-};
-
-// Memory to fetch while other work goes on, in the order it is given and as evenly as the work goes on: memory takes a
-// line every 8 cycles, and more at once make it slower.
-class Stream {
- public:
-  void clear() {
-    num_lines_ = num_pieces_ = next_ = 0;
-    at_ = end_ = 0;
-  }
-
-  void add(const uint8_t* p, int64_t bytes) {
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(p) & ~uintptr_t{63};
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(p) + bytes + 63) & ~uintptr_t{63};
-    num_lines_ += static_cast<int64_t>(end - begin) / 64;
-    if (num_pieces_ > 0 && pieces_[num_pieces_ - 1].end == begin) {
-      pieces_[num_pieces_ - 1].end = end;
-    } else if (num_pieces_ < kPieces) {
-      pieces_[num_pieces_++] = {begin, end};
-    }
-  }
-
-  // `share` of all lines is for the next `work` units of work, which `pass` is told of.
-  void spread(double share, int64_t work) {
-    rate_ = static_cast<uint32_t>(share * static_cast<double>(num_lines_ * kLine) / static_cast<double>(work));
-    credit_ = 0;
-  }
-
-  KVPOOL_INLINE void pass(int work) {
-    credit_ += static_cast<uint32_t>(work) * rate_;
-    fetch(credit_ / kLine);
-    credit_ %= kLine;
-  }
-
-  // Fetches what is left.
-  void finish() { fetch_pieces(static_cast<uint64_t>(num_lines_)); }
-
- private:
-  struct Piece {
-    uintptr_t begin, end;
-  };
-  static constexpr int kPieces = 16 * kTile;
-  static constexpr uint32_t kLine = 1 << 16;  // what rates are counted in
-
-  KVPOOL_INLINE void fetch(uint64_t lines) {
-    const uintptr_t to = at_ + 64 * lines;
-    if (to > end_) return fetch_pieces(lines);
-    fetch_to(to);
-  }
-
-  KVPOOL_INLINE void fetch_to(uintptr_t to) {
-    for (uintptr_t p = at_; p < to; p += 64) {
-      const auto* line = reinterpret_cast<const char*>(p);
-      if (p % 4096 < 64) {  // the first line of a page into the first-level cache, so that its stream begins at once
-        _mm_prefetch(line, _MM_HINT_T0);
-      } else {
-        _mm_prefetch(line, _MM_HINT_T1);
-      }
-    }
-    at_ = to;
-  }
-
-  __attribute__((noinline)) void fetch_pieces(uint64_t lines) {
-    while (lines > 0) {
-      if (at_ == end_) {
-        if (next_ == num_pieces_) return;
-        at_ = pieces_[next_].begin;
-        end_ = pieces_[next_++].end;
-      }
-      const uint64_t left = (end_ - at_) / 64, now = lines < left ? lines : left;
-      fetch_to(at_ + 64 * now);
-      lines -= now;
-    }
-  }
-
-  uintptr_t at_ = 0, end_ = 0;      // of the piece that is being fetched
-  uint32_t rate_ = 0, credit_ = 0;  // credit: what is due and no whole line yet
-  int64_t num_lines_ = 0;
-  int num_pieces_ = 0, next_ = 0;
-  Piece pieces_[kPieces];
 };
 
 inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
@@ -493,52 +414,25 @@ inline void code_rows(const Store& s, const Tile& tile, int head, CodeRows& rows
 
 // The factors of the tokens of a tile times `unit`; 0 where there is no token.
 inline void token_factors(const Store& s, const Tile& tile, int head, float unit, float* factor) {
-  const float constant = s.scale.base == nullptr && s.codec != CodecId::bf16 ? s.constant_scale : 1.0f;
-  for (int i = 0; i < kTile; i += 16)
-    _mm512_store_ps(factor + i, _mm512_maskz_mov_ps(static_cast<__mmask16>(tile.present >> i), splat(constant)));
-  if (s.scale.base != nullptr)
-    for (int j = 0; j < tile.num_runs; ++j) {
-      const Run& run = tile.runs[j];
-      const uint8_t* from = s.scale.at(run.block, head, run.offset);
-      if (s.scale.stride_n == sizeof(float)) {
-        std::memcpy(factor + run.at, from, sizeof(float) * static_cast<size_t>(run.count));
-      } else {
-        for (int i = 0; i < run.count; ++i)
-          factor[run.at + i] = *reinterpret_cast<const float*>(from + i * s.scale.stride_n);
+  const bool own = s.scale.base != nullptr;
+  const __m512 same = splat(own ? 0.0f : s.codec == CodecId::bf16 ? unit : s.constant_scale * unit);
+  if (!own || tile.present != ~uint64_t{0})
+    for (int i = 0; i < kTile; i += 16)
+      _mm512_store_ps(factor + i, _mm512_maskz_mov_ps(static_cast<__mmask16>(tile.present >> i), same));
+  if (!own) return;
+  for (int j = 0; j < tile.num_runs; ++j) {
+    const Run& run = tile.runs[j];
+    const uint8_t* from = s.scale.at(run.block, head, run.offset);
+    float* to = factor + run.at;
+    if (s.scale.stride_n == sizeof(float)) {
+      for (int i = 0; i < run.count; i += 16) {
+        const auto some = static_cast<__mmask16>(run.count - i >= 16 ? 0xffff : (1 << (run.count - i)) - 1);
+        _mm512_mask_storeu_ps(to + i, some, _mm512_mul_ps(splat(unit), _mm512_maskz_loadu_ps(some, from + 4 * i)));
       }
+    } else {
+      for (int i = 0; i < run.count; ++i) to[i] = unit * *reinterpret_cast<const float*>(from + i * s.scale.stride_n);
     }
-  for (int i = 0; i < kTile; i += 16)
-    _mm512_store_ps(factor + i, _mm512_mul_ps(splat(unit), _mm512_load_ps(factor + i)));
-}
-
-// Bytes of one vector's data.
-inline int64_t row_bytes(const Store& s) {
-  switch (s.codec) {
-    case CodecId::bf16:
-      return 2 * s.dim;
-    case CodecId::nvfp4:
-    case CodecId::nvfp4_token:
-      return s.dim / 2;
-    default:
-      return s.dim;
   }
-}
-
-// What the tokens of a tile occupy in one plane, for `heads` heads; `bytes` of each vector.
-inline void add_plane(const Plane& p, const Tile& tile, int head, int heads, int64_t bytes, Stream& ahead) {
-  if (p.base == nullptr || bytes == 0) return;
-  const bool heads_inside = heads > 1 && p.stride_h < p.stride_n;
-  const int64_t row = heads_inside ? (heads - 1) * p.stride_h + bytes : bytes;
-  for (int j = 0; j < tile.num_runs; ++j)
-    for (int h = 0; h < (heads_inside ? 1 : heads); ++h) {
-      const Run& run = tile.runs[j];
-      const uint8_t* from = p.at(run.block, head + h, run.offset);
-      if (row == p.stride_n) {
-        ahead.add(from, row * run.count);
-      } else {
-        for (int i = 0; i < run.count; ++i) ahead.add(from + i * p.stride_n, row);
-      }
-    }
 }
 
 }  // namespace
