@@ -71,11 +71,14 @@ struct Int16Products {
 //   kRowsInOrder: up to so many rows read tokens one after another
 //   kRowsByTokens: from so many on they take a token a lane, of dwords(codes, w): even codes, odd ones
 //   bytes(d): where element d stands
-//   pair(x, y, left, w): the vectors of 64 elements of two tokens, pairs side by side; ordered(w) puts sums in order
+//   pair(x, y, left, w): the vectors of 64 elements of two tokens, pairs side by side
+//   ordered(x, y): puts sums of the first two or the last two of them in order: elements of one half in a row, or,
+//   where kInLanes, elements 16 i + 4 j and the three behind them in lane i of vector j
 
 // bf16 as it is.
 struct PlainCodes : Bf16Products {
   static constexpr int kRowsInOrder = 0, kRowsByTokens = kFewRows + 1;
+  static constexpr bool kInLanes = false;
   static constexpr int word_element(int i) { return i; }
   static constexpr int bytes(int d) { return 2 * d; }
 
@@ -87,31 +90,20 @@ struct PlainCodes : Bf16Products {
     }
   }
 
-  static void ordered(__m512 (&s)[4]) {
+  static void ordered(__m512& x, __m512& y) {
     const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
-    for (int i = 0; i < 4; i += 2) {
-      const __m512 x = s[i], y = s[i + 1];
-      s[i] = _mm512_permutex2var_ps(x, first, y);
-      s[i + 1] = _mm512_permutex2var_ps(x, second, y);
-    }
+    const __m512 low = x;
+    x = _mm512_permutex2var_ps(low, first, y);
+    y = _mm512_permutex2var_ps(low, second, y);
   }
 };
-
-// Sums in vectors of elements 16 i + 4 j, in lane i of vector j.
-inline void ordered_lanes(__m512 (&s)[4]) {
-  const __m512 a = _mm512_shuffle_f32x4(s[0], s[1], 0x44), b = _mm512_shuffle_f32x4(s[0], s[1], 0xee);
-  const __m512 c = _mm512_shuffle_f32x4(s[2], s[3], 0x44), d = _mm512_shuffle_f32x4(s[2], s[3], 0xee);
-  s[0] = _mm512_shuffle_f32x4(a, c, 0x88);
-  s[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
-  s[2] = _mm512_shuffle_f32x4(b, d, 0x88);
-  s[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
-}
 
 // fp8 by a lookup for each byte of its bf16.
 struct Fp8Codes : Bf16Products {
   static constexpr int kWords = 2, kRowsInOrder = 1, kRowsByTokens = 5;
   static constexpr int kDims = 32;  // elements in 32 bytes
+  static constexpr bool kInLanes = true;
   __m512i l0, l1, h0, h1;
 
   explicit Fp8Codes(const ByteTable& table)
@@ -161,13 +153,14 @@ struct Fp8Codes : Bf16Products {
     }
   }
 
-  static void ordered(__m512 (&s)[4]) { ordered_lanes(s); }
+  static void ordered(__m512&, __m512&) {}
 };
 
 // int8 as int16, by shifts: those never wait for a unit that multiplies. Queries and probabilities are int16 too.
 struct Int8Codes : Int16Products {
   static constexpr int kWords = 2, kRowsInOrder = 1, kRowsByTokens = 3;
   static constexpr int kDims = 32;
+  static constexpr bool kInLanes = true;
 
   static constexpr int half_element(int i) { return i % 16 * 2 + i / 16; }
   static constexpr int word_element(int i) { return i % 32 * 2 + i / 32; }
@@ -186,18 +179,15 @@ struct Int8Codes : Int16Products {
     words(load_part(x, left), a);
     words(load_part(y, left), b);
     for (int i = 0; i < 2; ++i) {
-      w[2 * i] = _mm512_unpacklo_epi16(a[i], b[i]);
-      w[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]);
+      w[i] = _mm512_unpacklo_epi16(a[i], b[i]);
+      w[2 + i] = _mm512_unpackhi_epi16(a[i], b[i]);
     }
   }
 
-  static void ordered(__m512 (&s)[4]) {
-    const __m512 even = s[0], even_high = s[1], odd = s[2], odd_high = s[3];
-    s[0] = _mm512_unpacklo_ps(even, odd);
-    s[1] = _mm512_unpackhi_ps(even, odd);
-    s[2] = _mm512_unpacklo_ps(even_high, odd_high);
-    s[3] = _mm512_unpackhi_ps(even_high, odd_high);
-    ordered_lanes(s);
+  static void ordered(__m512& x, __m512& y) {
+    const __m512 even = x;
+    x = _mm512_unpacklo_ps(even, y);
+    y = _mm512_unpackhi_ps(even, y);
   }
 };
 
@@ -336,13 +326,59 @@ inline void scores_by_halves(const Codes& codes, const uint16_t* q, const CodeRo
   }
 }
 
+// o[0..16) += x, in units of `unit`.
+template <class Codes>
+KVPOOL_INLINE void add_sums(__m512 x, float unit, float* o) {
+  const __m512 sum = _mm512_loadu_ps(o);
+  _mm512_storeu_ps(o, Codes::kForm == Form::int16 ? _mm512_fmadd_ps(x, splat(unit), sum) : _mm512_add_ps(sum, x));
+}
+
+// The sums of all 64 elements of `pair`, or of half of them, to the outputs.
+template <class Codes>
+KVPOOL_INLINE void add_pair_sums(__m512 (&s)[4], float unit, float* o) {
+  Codes::ordered(s[0], s[1]);
+  Codes::ordered(s[2], s[3]);
+  if constexpr (Codes::kInLanes) {
+    const __m512 a = _mm512_shuffle_f32x4(s[0], s[1], 0x44), b = _mm512_shuffle_f32x4(s[0], s[1], 0xee);
+    const __m512 c = _mm512_shuffle_f32x4(s[2], s[3], 0x44), d = _mm512_shuffle_f32x4(s[2], s[3], 0xee);
+    s[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+    s[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    s[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+    s[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) add_sums<Codes>(s[i], unit, o + 16 * i);
+}
+
+template <class Codes, int half>
+KVPOOL_INLINE void add_pair_sums(__m512 (&s)[2], float unit, float* o) {
+  Codes::ordered(s[0], s[1]);
+  if constexpr (!Codes::kInLanes) {
+    for (int i = 0; i < 2; ++i) add_sums<Codes>(s[i], unit, o + 32 * half + 16 * i);
+    return;
+  }
+  const __m512i first = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0),
+                second = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  const __m512d x = _mm512_castps_pd(s[0]), y = _mm512_castps_pd(s[1]);
+  const auto add = [unit](__m256d eight, float* to) {
+    const __m256 more = _mm256_castpd_ps(eight), sum = _mm256_loadu_ps(to);
+    const bool whole = Codes::kForm == Form::int16;
+    _mm256_storeu_ps(to, whole ? _mm256_fmadd_ps(more, _mm256_set1_ps(unit), sum) : _mm256_add_ps(sum, more));
+  };
+  o += 8 * half;
+  for (const __m512i order : {first, second}) {
+    const __m512d eights = _mm512_permutex2var_pd(x, order, y);
+    add(_mm512_castpd512_pd256(eights), o);
+    add(_mm512_extractf64x4_pd(eights, 1), o + 16);
+    o += 32;
+  }
+}
+
 // o[r] += sum over tokens of p[r][t] * v[t] for 64 * B columns from `d` on.
 template <class Codes, int R, int B>
 KVPOOL_INLINE void value_columns(const Codes& codes, const Probabilities& p, const CodeRows& v, int tokens, int d,
                                  int dim, float* o, int64_t pitch, int rows, Stream& ahead) {
   constexpr int N = R <= 4 ? 4 : 2;  // vectors of sums that fit beside the tables
-  __m512 total[B][R][4];
-  const auto half = [&](auto first) {
+  const auto some = [&](auto first) __attribute__((always_inline)) {
     typename Codes::Sum acc[B][R][N];
     for (auto& block : acc)
       for (auto& row : block)
@@ -369,21 +405,21 @@ KVPOOL_INLINE void value_columns(const Codes& codes, const Probabilities& p, con
       sum(dim - d);
     }
     for (int i = 0; i < B; ++i)
-      for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) total[i][r][first + n] = Codes::floats(acc[i][r][n]);
-  };
-  half(std::integral_constant<int, 0>{});
-  if constexpr (N == 2) half(std::integral_constant<int, 2>{});
-  for (int i = 0; i < B; ++i)
-    for (int r = 0; r < rows; ++r) {
-      Codes::ordered(total[i][r]);
-      float* to = o + r * pitch + d + 64 * i;
-      for (int n = 0; n < 4; ++n) {
-        const __m512 sum = _mm512_loadu_ps(to + 16 * n), more = total[i][r][n];
-        _mm512_storeu_ps(to + 16 * n, Codes::kForm == Form::int16 ? _mm512_fmadd_ps(more, splat(p.unit[r]), sum)
-                                                                  : _mm512_add_ps(sum, more));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        if (r >= rows) break;
+        __m512 total[N];
+        for (int n = 0; n < N; ++n) total[n] = Codes::floats(acc[i][r][n]);
+        float* to = o + r * pitch + d + 64 * i;
+        if constexpr (N == 4) {
+          add_pair_sums<Codes>(total, p.unit[r], to);
+        } else {
+          add_pair_sums<Codes, first / 2>(total, p.unit[r], to);
+        }
       }
-    }
+  };
+  some(std::integral_constant<int, 0>{});
+  if constexpr (N == 2) some(std::integral_constant<int, 2>{});
 }
 
 // The same for all columns, in multiples of 64.

@@ -69,7 +69,9 @@ struct FewRowsOf {
               Codes::word_element,
               Codes::kForm,
               Codes::kForm,
-              R <= 2 ? Shares{30.0 / 64, 4.0 / 64} : Shares{}};
+              R <= 2  ? Shares{30.0 / 64, 4.0 / 64}
+              : R > 4 ? Shares{32.0 / 64, 6.0 / 64}
+                      : Shares{}};
     } else if constexpr (by_tokens) {
       return {scores, values, R, 16, 1, dword_element, Codes::kForm, Codes::kForm};
     } else {
