@@ -1,7 +1,7 @@
 """How fast are the CPU kernels, beside the machine's own limits, torch, vLLM and the prototypes, in the same minutes?
 
-    python benchmarks/cpu_kernels.py [--part alone|models|peers|calls|prototypes ...] [--vllm PYTHON] [--prototypes DIR]
-                                     [--seconds 2] [--json benchmarks/results/cpu_kernels.json]
+    python benchmarks/cpu_kernels.py [--part alone|copies|models|peers|calls|prototypes ...] [--vllm PYTHON]
+                                     [--prototypes DIR] [--seconds 2] [--json benchmarks/results/cpu_kernels.json]
 
 Every repetition of a kernel is followed by one of each probe and one of each peer. `--vllm` names the Python of an
 environment that has vLLM; `--prototypes` a folder of single-file programs (bw2, app, decode, pf, mla), built here.
@@ -32,7 +32,7 @@ from kvpool.measure.bench import compare, measure
 from kvpool.measure.shapes import MODELS, Shape, of_model
 
 RESULTS = Path(__file__).parent / "results" / "cpu_kernels.json"
-PARTS = ("alone", "models", "peers", "calls", "prototypes")
+PARTS = ("alone", "copies", "models", "peers", "calls", "prototypes")
 LATENT = {"kv_heads": 1, "head_dim": 576, "v_dim": 512}
 
 
@@ -49,13 +49,20 @@ def shapes_alone() -> Iterator[Shape]:
         yield shape("decode", codec, "NHD")
         yield shape("decode", codec, tokens_per_block=16)
         yield shape("decode", codec, threads=2, batch=2)
-    for codec in ("bf16", "fp8", "int8", "nvfp4"):
-        yield shape("write", codec, rows=2048)
     for codec in ("bf16", "fp8", "nvfp4"):
         yield shape("prefill", codec, context=4096, rows=512)
     for heads in (16, 128):
         for codec in ("bf16", "fp8"):
             yield shape("mla", codec, context=4096, q_heads=heads, **LATENT)
+
+
+def shapes_of_copies() -> Iterator[Shape]:
+    """Appends, all of as many bytes, and moves of blocks."""
+    for codec in ("bf16", "int8", "fp8", "fp8-tensor", "nvfp4", "nvfp4-token"):
+        yield shape("write", codec, rows=2048)
+    for codec in ("bf16", "int8", "fp8"):
+        yield shape("write", codec, rows=16384, context=16384, kv_heads=1)
+        yield shape("write", codec, rows=4096, head_dim=64)
     yield shape("copy")
 
 
@@ -214,7 +221,7 @@ def run(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 show(rows[-1:])
         return rows
     rows = []
-    for case in shapes_alone() if part == "alone" else shapes_of_models():
+    for case in {"alone": shapes_alone, "copies": shapes_of_copies, "models": shapes_of_models}[part]():
         torch.set_num_threads(case.threads)
         rows.append(measure(case, args.seconds))
         show(rows[-1:])

@@ -66,10 +66,11 @@ def products(report: dict[str, Any]) -> str:
 
 def copies(report: dict[str, Any]) -> str:
     return markdown(
-        ("case", "format", "source GB/s", "of memcpy", "p50 us", "spread"),
+        ("case", "KV heads", "format", "source GB/s", "of memcpy", "p50 us", "spread"),
         (
-            (r["case"], r["codec"], r["gb_s"], r["ratio_copy"], r["p50_us"], r["spread"])
-            for r in report["alone"]["rows"] if r["case"] in ("write", "copy")
+            (r["case"], f"{r['kv_heads']} of {r['head_dim']}", r["codec"], r["gb_s"], r["ratio_copy"], r["p50_us"],
+             r["spread"])
+            for r in report["copies"]["rows"]
         ),
     )  # fmt: skip
 

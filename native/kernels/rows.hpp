@@ -62,7 +62,7 @@ void write_batches(const WriteArgs& a, int64_t begin, int64_t end) {
   const Store& s = *a.store;
   const int64_t mask = s.tokens_per_block - 1;
   const int64_t places = reinterpret_cast<int64_t>(s.data.base) | s.data.stride_b | s.data.stride_h | s.data.stride_n;
-  const typename Codec<codec>::FromBf16 encode{s};
+  typename Codec<codec>::FromBf16 encode{s};
   Bf16Batch batch;
   batch.past = a.bulk && places % 64 == 0;
   const int most = Bf16Batch::rows_of(s.dim);

@@ -86,9 +86,9 @@ def test_a_write_stores_the_reference_bytes_and_reads_back_the_reference_values(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("codec", "scales"), [
-    ("fp8-tensor", (1.0, 0.1, 2.0**-9, 3e4)),
-    ("fp8e5m2-tensor", (1.0, 0.1, 2.0**-9, 3e4)),
-    ("int8-tensor", (1.0, 0.1, 2.0**-9, 3e4)),
+    ("fp8-tensor", (1.0, 0.1, 2.0**-9, 3e4, 1.7 * 2.0**-60, 2.0**60, 1e-20, 1e20)),
+    ("fp8e5m2-tensor", (1.0, 0.1, 2.0**-9, 3e4, 1.7 * 2.0**-60, 2.0**60, 1e-20, 1e20)),
+    ("int8-tensor", (1.0, 0.1, 2.0**-9, 3e4, 1.7 * 2.0**-60, 2.0**60, 1e-20, 1e20)),
     ("nvfp4", (1.0, 1e-4, 1e4)),
     ("nvfp4-token", (None,)),
     ("index-fp4", (None,)),
@@ -104,9 +104,11 @@ def test_every_bf16_value_is_rounded_as_the_reference_rounds(
         store = CodedStore(codec, 32, 1, 16, (128,), "HND", scale)
         slots = torch.arange(512)
         write(workers(isa), store, slots, every)
-        want = store.encode(every)
+        counts = Counts()
+        want = store.encode(every, counts)
         for name, plane in store.at(slots).items():
             assert same_bytes(plane, want[name]), (name, scale)
+        assert store.native.counters() == (counts.saturated, counts.flushed, counts.nonfinite), scale
 
 
 @pytest.mark.parametrize("isa", ISAS)

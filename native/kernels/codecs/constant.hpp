@@ -6,7 +6,7 @@
 #include "kernels/codecs/elements.hpp"
 
 #if defined(__AVX512BF16__)
-#include "kernels/codecs/encode_avx512.hpp"
+#include "kernels/codecs/encode_constant_avx512.hpp"
 #endif
 
 namespace kvpool {
@@ -33,21 +33,51 @@ struct Constant {
   }
 
 #if defined(__AVX512BF16__)
-  // The same from bf16 elements, for the stores that `fits` names.
+  // The same from bf16 elements, for the stores that `fits` names. What is lost is counted once, at the end: an atomic
+  // addition waits for all stores before it.
   struct FromBf16 {
     const Store& s;
+    ConstantRows<Element> rows;
+    Lost lost;
 
-    static bool fits(const Store& s) { return s.dim % 64 == 0; }
+    static bool fits(const Store& s) { return s.dim % 64 == 0 && is_usual_scale(s.constant_scale); }
 
-    void operator()(const Bf16Batch& batch) const {
-      Lost lost;
-      for (int r = 0; r < batch.rows; ++r) {
-        encode_constant_row<Element>(batch.x[r], s.dim, 1.0f / s.constant_scale, has_nan ? kNanCode : 0,
-                                     batch.at[r].data, batch.past, lost);
-      }
+    explicit FromBf16(const Store& store) : s(store), rows(store.constant_scale) {}
+
+    ~FromBf16() {
       count(s.counters->saturated, lost.saturated);
       count(s.counters->flushed, lost.flushed);
-      if (!has_nan) count(s.counters->nonfinite, lost.nonfinite);
+    }
+
+    void operator()(const Bf16Batch& batch) {
+      switch (s.dim) {  // of the usual ones loops unroll
+        case 64:
+          return encode(batch, 64);
+        case 128:
+          return encode(batch, 128);
+        default:
+          return encode(batch, s.dim);
+      }
+    }
+
+    KVPOOL_INLINE void encode(const Bf16Batch& batch, int dim) {
+      for (int r = 0; r < batch.rows; ++r) {
+        const uint16_t* x = batch.x[r];
+        uint8_t* out = batch.at[r].data;
+        if (rows.loses_nothing(x, dim)) {
+          rows.template encode<false>(x, dim, out, batch.past, lost);
+        } else if (_mm512_cmpge_epu16_mask(farthest_above(x, dim, 0), words(kInfBits >> 16)) == 0) {
+          rows.template encode<true>(x, dim, out, batch.past, lost);
+        } else {
+          encode_scalar(s, x, batch.at[r]);
+        }
+      }
+    }
+
+    [[gnu::noinline]] static void encode_scalar(const Store& s, const uint16_t* row, const Place& at) {
+      alignas(64) float x[kMaxDim];
+      load_row(reinterpret_cast<const uint8_t*>(row), DType::bf16, s.dim, x);
+      Constant::encode(s, x, at);
     }
   };
 #endif

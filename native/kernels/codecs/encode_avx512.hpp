@@ -78,6 +78,13 @@ inline __m128 scales_of(__m128i amax, float largest) {
                           _mm_mask_mov_ps(_mm_set1_ps(from_bits(0x7fc00000)), finite, s));
 }
 
+// The least bf16 magnitude, as fp32 bits, that times `inverse` is at least t, or beyond it.
+constexpr uint32_t least_bf16(float t, bool beyond, float scale, float inverse) {
+  const uint32_t near = (bits(t * scale) + 0x8000) & 0xffff0000;
+  const float y = from_bits(near) * inverse;
+  return (beyond ? y > t : y >= t) ? near : near + 0x10000;
+}
+
 // Elements of even and odd places as fp32, times a factor.
 struct EvenOdd {
   __m512 even, odd;
@@ -206,41 +213,6 @@ KVPOOL_INLINE void encode_row<E4m3>(const uint16_t* x, int n, uint32_t amax, flo
                                                      _mm512_set1_epi8(static_cast<char>(0xf0)), 0xe4);
     const __m512i code = _mm512_add_epi8(middle, _mm512_permutex2var_epi8(first, l, second));
     store_line(out + i, _mm512_ternarylogic_epi32(code, h, _mm512_set1_epi8(0x7f), 0xe4), past);
-  }
-}
-
-// What a row with a constant scale lost.
-struct Lost {
-  int saturated = 0, flushed = 0, nonfinite = 0;
-};
-
-// One row of `n` elements (a multiple of 64) in units of a constant scale; `bad` is the code of NaN and inf.
-template <class Element>
-inline void encode_constant_row(const uint16_t* x, int n, float inverse, uint8_t bad, uint8_t* out, bool past,
-                                Lost& lost) {
-  const __m512 factor = _mm512_set1_ps(inverse), largest = _mm512_set1_ps(Element::largest);
-  const __m512i inf = _mm512_set1_epi16(0x7f80);
-  for (int i = 0; i < n; i += 64) {
-    __m512i even[2], odd[2];
-    uint64_t finite = 0, nonzero = 0;
-    const auto encode = [&](__m512 y, __mmask16 counted) {
-      lost.saturated += __builtin_popcount(_mm512_mask_cmp_ps_mask(counted, _mm512_abs_ps(y), largest, _CMP_GT_OQ));
-      return encode16<Element>(_mm512_range_ps(y, largest, 2));  // the lesser magnitude, the sign of y
-    };
-    for (int j = 0; j < 2; ++j) {
-      const __m512i v = _mm512_loadu_si512(x + i + 32 * j), a = magnitudes_bf16(x + i + 32 * j);
-      const uint32_t valid = _mm512_cmplt_epu16_mask(a, inf);
-      finite |= uint64_t{valid} << 32 * j;
-      nonzero |= uint64_t{_mm512_test_epi16_mask(a, a)} << 32 * j;
-      const EvenOdd y(v, factor);
-      even[j] = encode(y.even, static_cast<__mmask16>(_pext_u32(valid, 0x55555555)));
-      odd[j] = encode(y.odd, static_cast<__mmask16>(_pext_u32(valid, 0xaaaaaaaa)));
-    }
-    const __m512i code = _mm512_mask_mov_epi8(_mm512_set1_epi8(static_cast<char>(bad)), finite, joined(even, odd));
-    const uint64_t zero = _mm512_testn_epi8_mask(code, _mm512_set1_epi8(0x7f));
-    lost.flushed += __builtin_popcountll(zero & nonzero & finite);
-    lost.nonfinite += __builtin_popcountll(~finite);
-    store_line(out + i, code, past);
   }
 }
 

@@ -20,14 +20,6 @@ struct alignas(64) Nvfp4Steps {
   uint8_t none[24];  // 255: of the other octaves, in which nothing is reached
 };
 
-// The least bf16 magnitude, as fp32 bits, that times `inverse` is at least `code`'s edge t, or beyond it where `code`
-// is even there: t rounds to even.
-constexpr uint32_t least_bf16(float t, bool beyond, float scale, float inverse) {
-  const uint32_t near = (bits(t * scale) + 0x8000) & 0xffff0000;
-  const float y = from_bits(near) * inverse;
-  return (beyond ? y > t : y >= t) ? near : near + 0x10000;
-}
-
 constexpr void make_nvfp4_steps(float g, Nvfp4Steps& steps) {
   for (uint8_t& none : steps.none) none = 255;
   for (uint32_t m = 0; m < 8; ++m) {
@@ -157,27 +149,42 @@ struct FourChunks {
 // next one, so that no four waits for the long chain from its elements to its block scales.
 class Nvfp4Encoder {
  public:
-  Nvfp4Encoder(const Bf16Batch& batch, int dim, const Nvfp4BatchScales& rows, float limit)
-      : batch_(batch), rows_(rows), limit_(limit), each_(dim / 64) {}
+  Nvfp4Encoder(const Bf16Batch& batch, int dim, float limit) : batch_(batch), limit_(limit), each_(dim / 64) {}
 
   // Returns a bit for each row that needs the scalar code: a block's scale is beyond `limit`, is flushed or is not
-  // finite.
-  uint64_t encode() const { return each_ == 2 ? encode(2) : encode(each_); }  // rows of 128 have their own code
+  // finite. Where rows have scales of their own, `set_scales(top, each)` sets them by the largest magnitudes of their
+  // chunks, `each` a row.
+  template <bool own, class SetScales>
+  KVPOOL_INLINE uint64_t encode(const Nvfp4BatchScales& rows, SetScales&& set_scales) const {
+    return each_ == 2 ? encode<own>(2, rows, set_scales) : encode<own>(each_, rows, set_scales);  // 2 is usual
+  }
 
  private:
-  static constexpr int kFours = 8;
+  static constexpr int kFours = 16;
 
-  KVPOOL_INLINE uint64_t encode(int each) const {
+  template <bool own, class SetScales>
+  KVPOOL_INLINE uint64_t encode(int each, const Nvfp4BatchScales& rows, SetScales&& set_scales) const {
     FourChunks fours[kFours];
-    uint64_t refused = 0;
-    const int chunks = batch_.rows * each;
-    for (int first = 0; first < chunks; first += 4 * kFours) {
-      const int n = imin(kFours, (chunks - first + 3) / 4);
-      for (int i = 0; i < n; ++i) load(each, first + 4 * i, fours[i]);
-      for (int i = 0; i < n; ++i) refused |= scale(each, first + 4 * i, fours[i]);
-      for (int i = 0; i < n; ++i) store(fours[i]);
+    uint32_t top[4 * kFours];
+    const int n = (batch_.rows + 3) / 4 * each;
+    for (int i = 0; i < n; ++i) {
+      load(each, 4 * i, fours[i]);
+      if (own) _mm_storeu_si128(reinterpret_cast<__m128i*>(top + 4 * i), top_of_chunks(fours[i].top));
     }
+    if (own) set_scales(top, each);
+    uint64_t refused = 0;
+    for (int i = 0; i < n; ++i) refused |= scale(each, 4 * i, rows, fours[i]);
+    for (int i = 0; i < n; ++i) store(fours[i]);
     return refused;
+  }
+
+  // Largest magnitude of each of four chunks, as the bits of fp32, from those of their blocks.
+  static __m128i top_of_chunks(__m512i top) {
+    top = _mm512_max_epu16(top, _mm512_shuffle_epi32(top, static_cast<_MM_PERM_ENUM>(0x4e)));
+    top = _mm512_max_epu16(top, _mm512_shuffle_i64x2(top, top, 0xb1));
+    const __m512i order = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9, 1, 8, 0);  // of kChunkOfLane
+    const __m128i chunks = _mm512_castsi512_si128(_mm512_permutexvar_epi32(order, top));
+    return _mm_and_si128(_mm_srli_epi32(chunks, 1), _mm_set1_epi32(static_cast<int>(0xffff0000)));
   }
 
   // Row of a chunk, by the upper half of a product.
@@ -190,23 +197,23 @@ class Nvfp4Encoder {
       x[c] = batch_.x[row] + 64 * piece;
       four.data[c] = batch_.at[row].data + 32 * piece;
       four.block_scale[c] = batch_.at[row].block_scale + 4 * piece;
-      four.steps[c] = rows_.steps[row];
     }
     four.blocks[0] = Blocks(x[0], x[1]);
     four.blocks[1] = Blocks(x[2], x[3]);
     four.top = _mm512_mask_mov_epi32(four.blocks[0].largest(), 0xaaaa, four.blocks[1].largest());
   }
 
-  KVPOOL_INLINE uint64_t scale(int each, int chunk, FourChunks& four) const {
+  KVPOOL_INLINE uint64_t scale(int each, int chunk, const Nvfp4BatchScales& rows, FourChunks& four) const {
+    for (int c = 0; c < 4; ++c) four.steps[c] = rows.steps[row_of(each, chunk + c)];
     const __m512i chunk_of_lane = _mm512_load_si512(kChunkOfLane);
     const int first = row_of(each, chunk);
     // Rows after the first: (piece + c) / each, likewise.
     const __m512i twice =
         _mm512_slli_epi32(_mm512_add_epi32(chunk_of_lane, _mm512_set1_epi32(chunk - first * each)), 1);
     const __m512i row = _mm512_mulhi_epu16(twice, _mm512_set1_epi32(32768 / each + 1));
-    const __m512 six_g = _mm512_permutexvar_ps(row, _mm512_broadcast_f32x4(_mm_loadu_ps(rows_.six_g + first)));
+    const __m512 six_g = _mm512_permutexvar_ps(row, _mm512_broadcast_f32x4(_mm_loadu_ps(rows.six_g + first)));
     const __m512i exponent_of_g = _mm512_permutexvar_epi32(
-        row, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows_.exponent + first))));
+        row, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows.exponent + first))));
     const __m512 amax = _mm512_castsi512_ps(
         _mm512_and_si512(_mm512_srli_epi32(four.top, 1), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
     const __m512 wanted = _mm512_div_ps(amax, six_g);
@@ -268,7 +275,6 @@ class Nvfp4Encoder {
   }
 
   const Bf16Batch& batch_;
-  const Nvfp4BatchScales& rows_;
   const float limit_;
   const int each_;  // chunks of a row
 };

@@ -96,7 +96,8 @@ struct Codec<CodecId::nvfp4> {
     }
 
     void operator()(const Bf16Batch& batch) const {
-      encode_refused(s, batch, Nvfp4Encoder(batch, s.dim, rows, E4m3::largest).encode(), encode);
+      encode_refused(
+          s, batch, Nvfp4Encoder(batch, s.dim, E4m3::largest).encode<false>(rows, [](const uint32_t*, int) {}), encode);
     }
   };
 #endif
@@ -128,26 +129,37 @@ struct Codec<CodecId::nvfp4_token> {
 
     void operator()(const Bf16Batch& batch) const {
       Nvfp4BatchScales rows;
-      for (int first = 0; first < batch.rows; first += 4) {
-        const __m128i amax = s.dim == 128 ? amax_of_rows(batch.x + first, 128) : amax_of_rows(batch.x + first, s.dim);
-        const __m128 g = _mm_div_ps(_mm_castsi128_ps(amax), _mm_set1_ps(2688.0f));
-        // Steps of smaller rows would begin below the least normal bf16.
-        const __mmask8 plain = _mm_cmpge_epu32_mask(amax, _mm_set1_epi32(bits(0x1p-96f)));
-        const __m128 six_g = _mm_mask_mul_ps(_mm_set1_ps(from_bits(0x7fc00000)), plain, _mm_set1_ps(6.0f), g);
-        const __m128i exponent = _mm_slli_epi32(_mm_sub_epi32(_mm_srli_epi32(amax, 23), _mm_set1_epi32(127)), 8);
-        alignas(16) uint32_t top[4];
-        alignas(16) float scale[4];
-        _mm_store_si128(reinterpret_cast<__m128i*>(top), amax);
-        _mm_store_ps(scale, g);
-        _mm_storeu_ps(rows.six_g + first, six_g);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(rows.exponent + first), exponent);
-        for (int r = 0; r < 4; ++r) {
-          *batch.at[first + r].scale = scale[r];
-          rows.steps[first + r] = &kNvfp4TokenSteps.of[top[r] >> 16 & 127];
+      const auto set_scales = [&](const uint32_t* top, int each) {
+        for (int first = 0; first < batch.rows; first += 4) {
+          const auto largest = [&](int r) {
+            uint32_t row = 0;
+            for (int i = 0; i < each; ++i) row = std::max(row, top[(first + r) * each + i]);
+            return static_cast<int>(row);
+          };
+          scale_rows(batch, first, _mm_set_epi32(largest(3), largest(2), largest(1), largest(0)), rows);
         }
-      }
+      };
       // The largest block's scale may be an ulp above 448, and rounds to it.
-      encode_refused(s, batch, Nvfp4Encoder(batch, s.dim, rows, 460.0f).encode(), encode);
+      encode_refused(s, batch, Nvfp4Encoder(batch, s.dim, 460.0f).encode<true>(rows, set_scales), encode);
+    }
+
+    // Stores the scales of four rows by their largest magnitudes.
+    static KVPOOL_INLINE void scale_rows(const Bf16Batch& batch, int first, __m128i amax, Nvfp4BatchScales& rows) {
+      const __m128 g = _mm_div_ps(_mm_castsi128_ps(amax), _mm_set1_ps(2688.0f));
+      // Steps of smaller rows would begin below the least normal bf16.
+      const __mmask8 plain = _mm_cmpge_epu32_mask(amax, _mm_set1_epi32(bits(0x1p-96f)));
+      const __m128 six_g = _mm_mask_mul_ps(_mm_set1_ps(from_bits(0x7fc00000)), plain, _mm_set1_ps(6.0f), g);
+      const __m128i exponent = _mm_slli_epi32(_mm_sub_epi32(_mm_srli_epi32(amax, 23), _mm_set1_epi32(127)), 8);
+      alignas(16) uint32_t top[4];
+      alignas(16) float scale[4];
+      _mm_store_si128(reinterpret_cast<__m128i*>(top), amax);
+      _mm_store_ps(scale, g);
+      _mm_storeu_ps(rows.six_g + first, six_g);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(rows.exponent + first), exponent);
+      for (int r = 0; r < 4; ++r) {
+        *batch.at[first + r].scale = scale[r];
+        rows.steps[first + r] = &kNvfp4TokenSteps.of[top[r] >> 16 & 127];
+      }
     }
   };
 #endif

@@ -378,14 +378,15 @@ def measure(shape: Shape, seconds: float, peers: Mapping[str, Peer] | None = Non
     row = kinds.get(shape.case, _attention_row)(shape, seconds, peers or {})
     if row["round_bytes"] < SMALLEST_POOL_BYTES:
         raise PlanError(f"a round reads {row['round_bytes']:,} bytes only; at least {SMALLEST_POOL_BYTES:,} are needed")
-    named = ("case", "model", "codec", "layout", "tokens_per_block", "context", "batch", "rows", "q_heads", "threads")
+    named = ("case", "model", "codec", "layout", "tokens_per_block", "context", "batch", "rows", "q_heads", "kv_heads",
+             "head_dim", "threads")  # fmt: skip
     return {name: getattr(shape, name) for name in named} | {"vs_bf16": math.nan} | row
 
 
 def compare(rows: Sequence[dict[str, Any]], baseline: str) -> None:
     """Fill `vs_bf16` of every row: its tokens per second against the baseline's in the same layout and block size."""
+    names = ("case", "model", "layout", "tokens_per_block", "q_heads", "kv_heads", "head_dim", "threads")
     for row in rows:
         for other in rows:
-            same = all(row[name] == other[name] for name in ("case", "model", "layout", "tokens_per_block", "threads"))
-            if same and other["codec"] == baseline:
+            if other["codec"] == baseline and all(row[name] == other[name] for name in names):
                 row["vs_bf16"] = row["tokens_per_s"] / other["tokens_per_s"]
