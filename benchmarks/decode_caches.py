@@ -5,8 +5,8 @@
 
 All caches of a run are filled with the same random keys and values; then they take turns, one step each, over the same
 model in bf16. A run measures one point and puts it into the kept results; `--table` prints what they say. `hqq` and
-`quanto` are measured where their packages are installed. `--add` puts caches that take long into a point kept before,
-measured beside the model alone; `--one-layer` fills one layer and copies it to the others, where filling takes minutes.
+`quanto` are measured where their packages are installed. `--one-layer` fills one layer of hqq and copies it to the
+others, where filling takes minutes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def fill_theirs(name: str, config: Any, contents: Any, one_layer: bool = False) 
         cache = QuantizedCache("hqq", config, nbits=4, axis_key=1, axis_value=1)
     else:
         cache = QuantizedCache(backend, config, nbits=4)
+    one_layer = one_layer and backend == "hqq"
     for layer, (k, v) in enumerate(contents[:1] if one_layer else contents):
         cache.update(k.clone(), v.clone(), layer)
     for layer in cache.layers[1:] if one_layer else ():
@@ -125,7 +126,7 @@ def measure(
                 caches[name] = (
                     fill_ours(name, model, contents, threads)
                     if ours
-                    else fill_theirs(name, config, contents, one_layer and name != ALONE)
+                    else fill_theirs(name, config, contents, one_layer)
                 )
             except ImportError as error:
                 missing[name] = str(error)
@@ -152,19 +153,14 @@ def measure(
     }
 
 
-def keep(point: dict[str, Any], add: bool = False) -> None:
-    """Put a point into the kept results, in the place of an older one; or only its caches, beside those there."""
+def keep(point: dict[str, Any]) -> None:
+    """Put a point into the kept results, in the place of an older one."""
     import torch
     import transformers
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"points": []}
     key = ("context", "batch", "threads")
     others = [p for p in results["points"] if any(p[k] != point[k] for k in key)]
-    if add:
-        (kept,) = [p for p in results["points"] if p not in others]
-        alone = point["caches"].pop(ALONE)["ms"]
-        added = {name: {**row, "model_alone_ms": alone} for name, row in point["caches"].items()}
-        point = {**kept, "caches": {**kept["caches"], **added}}
     results["machine"] = platform.processor() or platform.machine()
     results["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     results["points"] = sorted([*others, point], key=lambda p: [p[k] for k in key])
@@ -184,8 +180,6 @@ def table(results: dict[str, Any]) -> str:
         for point in points:
             found = point["caches"].get(name)
             size = "" if name == ALONE or not found else f" ({found['bytes'] / 1e6:.0f} MB)"
-            if found and "model_alone_ms" in found:
-                size = f" ({found['bytes'] / 1e6:.0f} MB; model alone {found['model_alone_ms']:.0f} ms)"
             cells.append(f"{found['ms']:,.0f} ms{size}" if found else "-")
         if set(cells) != {"-"}:
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -199,17 +193,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--caches", nargs="+", choices=[ALONE, *THEIRS, *KVPOOL], default=[ALONE, *THEIRS, *KVPOOL])
-    parser.add_argument("--add", action="store_true", help="add the caches to the point that is kept")
-    parser.add_argument("--one-layer", action="store_true", help="fill one layer, copy it to the others")
+    parser.add_argument("--one-layer", action="store_true", help="fill one layer of hqq, copy it to the others")
     parser.add_argument("--table", action="store_true", help="print what was kept, and measure nothing")
     args = parser.parse_args()
     if args.table:
         print(table(json.loads(RESULTS.read_text())), end="")
         return
-    names = [ALONE, *(name for name in args.caches if name != ALONE)] if args.add else args.caches
-    point = measure(args.context, args.batch, args.threads, args.steps, names, args.one_layer)
+    point = measure(args.context, args.batch, args.threads, args.steps, args.caches, args.one_layer)
     print(json.dumps(point, indent=2))
-    keep(point, args.add)
+    keep(point)
 
 
 if __name__ == "__main__":
