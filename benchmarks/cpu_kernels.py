@@ -60,9 +60,9 @@ def shapes_of_copies() -> Iterator[Shape]:
     """Appends, all of as many bytes, and moves of blocks."""
     for codec in ("bf16", "int8", "fp8", "fp8-tensor", "nvfp4", "nvfp4-token"):
         yield shape("write", codec, rows=2048)
-    for codec in ("bf16", "int8", "fp8"):
-        yield shape("write", codec, rows=16384, context=16384, kv_heads=1)
-        yield shape("write", codec, rows=4096, head_dim=64)
+    for sizes in ({"rows": 16384, "context": 16384, "kv_heads": 1}, {"rows": 4096, "head_dim": 64}):
+        for codec in ("bf16", "int8", "fp8"):
+            yield shape("write", codec, **sizes)
     yield shape("copy")
 
 

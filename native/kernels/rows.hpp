@@ -75,8 +75,9 @@ void write_batches(const WriteArgs& a, int64_t begin, int64_t end) {
     const int64_t slot = a.slots[t];
     if (slot < 0) continue;
     Place at = place(s, slot >> s.block_shift, 0, static_cast<int>(slot & mask));
-    for (int h = 0; h < s.num_heads; ++h, at = next_head(s, at)) {
-      batch.add(reinterpret_cast<const uint16_t*>(a.src.at(t, h)), at);
+    const uint8_t* x = a.src.at(t, 0);
+    for (int h = 0; h < s.num_heads; ++h, at = next_head(s, at), x += a.src.stride_h) {
+      batch.add(reinterpret_cast<const uint16_t*>(x), at);
       if (batch.rows == most) flush();
     }
   }

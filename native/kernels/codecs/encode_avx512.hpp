@@ -178,8 +178,8 @@ constexpr E4m3Rows make_e4m3_rows() {
 
 constexpr E4m3Rows kE4m3Rows = make_e4m3_rows();
 
-// One row of `n` elements (a multiple of 64) by its largest magnitude and the inverse of its scale, both not 0 and
-// finite.
+// One row of `n` elements (a multiple of 64) by its largest magnitude and the inverse of its scale. Where these are 0
+// or not finite, what is stored means nothing.
 template <class Element>
 KVPOOL_INLINE void encode_row(const uint16_t* x, int n, uint32_t, float inverse, uint8_t* out, bool past) {
   for (int i = 0; i < n; i += 64) store_line(out + i, encode64<Element>(x + i, _mm512_set1_ps(inverse)), past);

@@ -39,32 +39,36 @@ struct Scaled {
     void operator()(const Bf16Batch& batch) const {
       switch (s.dim) {  // of the usual ones loops unroll
         case 64:
-          return encode(batch, 64);
+          return batch.past ? encode<true>(batch, 64) : encode<false>(batch, 64);
         case 128:
-          return encode(batch, 128);
+          return batch.past ? encode<true>(batch, 128) : encode<false>(batch, 128);
         default:
-          return encode(batch, s.dim);
+          return batch.past ? encode<true>(batch, s.dim) : encode<false>(batch, s.dim);
       }
     }
 
+    template <bool past>
     KVPOOL_INLINE void encode(const Bf16Batch& batch, int dim) const {
       alignas(64) uint32_t amax[Bf16Batch::kRows];
       alignas(64) float scale[Bf16Batch::kRows], inverse[Bf16Batch::kRows];
+      uint32_t usual = 0;  // rows that are neither zeros nor hold what is not finite
       for (int first = 0; first < batch.rows; first += 4) {
         const __m128i top = amax_of_rows(batch.x + first, dim);
         const __m128 scales = scales_of(top, Element::largest);
+        usual |= uint32_t{_mm_cmp_ps_mask(scales, _mm_setzero_ps(), _CMP_GT_OQ)} << first;
         _mm_store_si128(reinterpret_cast<__m128i*>(amax + first), top);
         _mm_store_ps(scale + first, scales);
         _mm_store_ps(inverse + first, _mm_div_ps(_mm_set1_ps(1.0f), scales));
       }
       for (int r = 0; r < batch.rows; ++r) {
-        uint8_t* out = batch.at[r].data;
         *batch.at[r].scale = scale[r];
-        if (scale[r] > 0) {
-          encode_row<Element>(batch.x[r], dim, amax[r], inverse[r], out, batch.past);
-        } else {
-          for (int i = 0; i < dim; i += 64) store_line(out + i, _mm512_setzero_si512(), batch.past);
-        }
+        encode_row<Element>(batch.x[r], dim, amax[r], inverse[r], batch.at[r].data, past);
+      }
+      uint32_t others = ~usual & ((1u << batch.rows) - 1);
+      if (past && others != 0) _mm_sfence();  // before the same bytes are written again
+      for (; others != 0; others &= others - 1) {
+        uint8_t* out = batch.at[__builtin_ctz(others)].data;
+        for (int i = 0; i < dim; i += 64) store_line(out + i, _mm512_setzero_si512(), past);
       }
     }
   };
