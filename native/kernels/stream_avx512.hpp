@@ -17,14 +17,18 @@ class Stream {
     at_ = end_ = 0;
   }
 
+  // The first line of a piece far from the one before is fetched at once: the translation of its address takes as long
+  // as memory does, and nothing else hides it.
   void add(const uint8_t* p, int64_t bytes) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(p) & ~uintptr_t{63};
     const uintptr_t end = (reinterpret_cast<uintptr_t>(p) + bytes + 63) & ~uintptr_t{63};
     num_lines_ += static_cast<int64_t>(end - begin) / 64;
-    if (num_pieces_ > 0 && pieces_[num_pieces_ - 1].end == begin) {
+    const uintptr_t last = num_pieces_ > 0 ? pieces_[num_pieces_ - 1].end : 0;
+    if (begin == last) {
       pieces_[num_pieces_ - 1].end = end;
     } else if (num_pieces_ < kPieces) {
       pieces_[num_pieces_++] = {begin, end};
+      if (begin - last > 4096) _mm_prefetch(reinterpret_cast<const char*>(begin), _MM_HINT_T0);
     }
   }
 
