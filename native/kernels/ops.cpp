@@ -8,6 +8,10 @@
 #include "kernels/isa.hpp"
 #include "kernels/special.hpp"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace kvpool {
 
 namespace {
@@ -56,24 +60,41 @@ namespace {
 constexpr int64_t kPieceTokens = 16;            // tokens of one piece of work
 constexpr int64_t kMostWriteBytes = 512 << 10;  // of a write's source: long pieces suit the prefetchers
 constexpr int64_t kBulkBytes = 1 << 20;
+constexpr int64_t kTurnBytes = 4 << 10;  // of each part that large copies take in turn
+
+// Waits for this thread's stores past the cache.
+void finish_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
 
 }  // namespace
 
 void write(Workers& workers, Isa isa, const WriteArgs* parts, int num_parts) {
   const Kernels& kernels = kernels_of(isa);
   const int64_t tokens = parts[0].num_tokens;
-  const int64_t most =
-      kMostWriteBytes / (parts[0].store->num_heads * parts[0].store->dim * item_size(parts[0].src.dtype));
-  const int64_t piece = std::clamp(tokens / (8 * workers.num_threads()), kPieceTokens, std::max(kPieceTokens, most));
+  const int64_t row = parts[0].store->num_heads * parts[0].store->dim * item_size(parts[0].src.dtype);
+  const int64_t most = std::max(kPieceTokens, kMostWriteBytes / row);
+  const int64_t piece = std::clamp(tokens / (8 * workers.num_threads()), kPieceTokens, most);
   const int64_t chunks = (tokens + piece - 1) / piece;
   WriteArgs copies[2];
+  bool in_turn = true;
   for (int i = 0; i < num_parts; ++i) {
     copies[i] = parts[i];
     copies[i].bulk = tokens * parts[i].store->num_heads * parts[i].store->dim >= kBulkBytes;
+    in_turn = in_turn && copies[i].bulk && is_copy(copies[i]);
   }
-  workers.each(chunks * num_parts, [&](int64_t i, Scratch& scratch) {
-    const int64_t begin = i / num_parts * piece;
-    kernels.write(copies[i % num_parts], begin, std::min(begin + piece, tokens), scratch);
+  // Copies wait for memory: two sources at a time hide each other's changes of page. Codecs rather read one.
+  const int64_t turn = in_turn ? std::max(int64_t{1}, kTurnBytes / row) : piece;
+  const int together = in_turn ? num_parts : 1;
+  workers.each(chunks * num_parts / together, [&](int64_t i, Scratch& scratch) {
+    const int64_t begin = i * together / num_parts * piece, end = std::min(begin + piece, tokens);
+    const int64_t first = i * together % num_parts;
+    for (int64_t t = begin; t < end; t += turn)
+      for (int64_t part = first; part < first + together; ++part)
+        kernels.write(copies[part], t, std::min(t + turn, end), scratch);
+    if (copies[first].bulk) finish_stores();
   });
 }
 

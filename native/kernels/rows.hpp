@@ -7,11 +7,6 @@
 namespace kvpool {
 namespace {
 
-// The codec that stores elements of a type as they are.
-constexpr CodecId plain_codec(DType type) {
-  return type == DType::fp32 ? CodecId::fp32 : type == DType::fp16 ? CodecId::fp16 : CodecId::bf16;
-}
-
 // Copies one row of a plain format; past the cache when it is not read soon and both ends are whole lines.
 inline void copy_row(uint8_t* dst, const uint8_t* src, int64_t bytes, bool bulk) {
 #if defined(__AVX512F__)
@@ -30,7 +25,7 @@ inline void copy_row(uint8_t* dst, const uint8_t* src, int64_t bytes, bool bulk)
   std::memcpy(dst, src, static_cast<size_t>(bytes));
 }
 
-// A write of elements that are stored as they come: no codec runs.
+// A write without a codec; whoever asks for it waits for the stores past the cache.
 inline void copy_rows(const WriteArgs& a, int64_t begin, int64_t end) {
   const Store& s = *a.store;
   const int64_t mask = s.tokens_per_block - 1, bytes = s.dim * item_size(a.src.dtype);
@@ -47,9 +42,6 @@ inline void copy_rows(const WriteArgs& a, int64_t begin, int64_t end) {
     for (int h = 0; h < s.num_heads; ++h)
       copy_row(s.data.at(slot >> s.block_shift, h, n), a.src.at(t, h), bytes, a.bulk);
   }
-#if defined(__AVX512F__)
-  if (a.bulk) _mm_sfence();
-#endif
 }
 
 #if defined(__AVX512BF16__)
@@ -82,7 +74,6 @@ void write_batches(const WriteArgs& a, int64_t begin, int64_t end) {
     }
   }
   flush();
-  if (batch.past) _mm_sfence();
 }
 #endif
 
@@ -90,7 +81,7 @@ void write_batches(const WriteArgs& a, int64_t begin, int64_t end) {
 template <CodecId codec>
 void write_rows(const WriteArgs& a, int64_t begin, int64_t end) {
   const Store& s = *a.store;
-  if (codec == plain_codec(a.src.dtype) && !s.has_maps()) return copy_rows(a, begin, end);
+  if (is_copy(a)) return copy_rows(a, begin, end);
 #if defined(__AVX512BF16__)
   if constexpr (EncodesBf16<codec>) {
     if (a.src.dtype == DType::bf16 && !s.has_maps() && Codec<codec>::FromBf16::fits(s))

@@ -147,6 +147,16 @@ struct WriteArgs {
   bool bulk = false;  // rows are not read soon: non-temporal stores
 };
 
+// The codec that stores elements of a type as they are.
+KVPOOL_INLINE constexpr CodecId plain_codec(DType type) {
+  return type == DType::fp32 ? CodecId::fp32 : type == DType::fp16 ? CodecId::fp16 : CodecId::bf16;
+}
+
+// A write of elements that are stored as they come: no codec runs.
+KVPOOL_INLINE bool is_copy(const WriteArgs& a) {
+  return a.store->codec == plain_codec(a.src.dtype) && !a.store->has_maps();
+}
+
 // Decode whole tokens by slot; -1 gives zeros.
 struct ReadArgs {
   const Store* store = nullptr;

@@ -130,6 +130,31 @@ def test_bf16_rows_are_stored_as_the_reference_stores_them(isa: str, codec: str,
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("codec", ["bf16", "fp8"])
+@pytest.mark.parametrize(("heads", "dim", "tokens"), [(1, 128, 8209), (5, 128, 1649), (2, 1024, 517)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_appends_store_keys_and_values(
+    isa: str, codec: str, heads: int, dim: int, tokens: int, threads: int
+) -> None:
+    k, v = (CodedStore(codec, tokens // 16 + 2, heads, 16, (dim,), "HND") for _ in range(2))
+    x = torch.randn(2, tokens, heads, dim).bfloat16()
+    slots = torch.randperm(tokens + 16)[:tokens]
+    slots[::7] = -1
+    batch = Batch([tokens], [tokens], 16, k.num_blocks)
+    batch.slots[:] = slots
+    batch.plan(1, heads)
+    _native.write_kv(
+        workers(isa, threads), batch.view, k.native, x[0].data_ptr(), x.stride(1), x.stride(2),
+        v.native, x[1].data_ptr(), x.stride(1), x.stride(2), DTYPES[x.dtype],
+    )  # fmt: skip
+    kept = slots >= 0
+    for store, part in zip((k, v), x, strict=True):
+        want = store.encode(part[kept])
+        for name, plane in store.at(slots[kept]).items():
+            assert same_bytes(plane, want[name]), name
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("codec", ["fp8", "int8", "nvfp4-token"])
 @pytest.mark.parametrize("exponent", [2, 31, 33, 127, 254])
 def test_every_mantissa_is_rounded_right_below_every_largest_element(isa: str, codec: str, exponent: int) -> None:
