@@ -29,9 +29,13 @@ struct Work {
   int head;              // the first of them
   int row, num_rows;     // query rows [row, row + num_rows) of the sequence
   int rows;              // num_rows * group
+  bool last_pass;        // of the piece
   float *q, *o, *m, *l;  // [heads][rows][pitch], [heads][rows]
   float *s, *k, *kt, *v;
+  int64_t piece;      // of work: item and heads
   const Tile* ahead;  // the tile after this one, null at the end: kernels may fetch it early
+  const Tile* next;   // at the end: the first tile of the piece this worker most likely does next
+  int next_head, next_heads;
   RowView views[kMaxRows];
   uint64_t masks[kMaxRows];
 
@@ -207,6 +211,21 @@ inline void attend_tile(Work& w, const Tile& tile, int h, uint64_t all, uint64_t
   accumulate(w, tile, h, tokens, v, pitch, all, any);
 }
 
+// Names the first tile of the piece of work that this worker most likely does next. Pieces are given out in order.
+inline bool tile_of_next_piece(Work& w, Tile& tile) {
+  const AttendArgs& a = *w.args;
+  const int64_t piece = w.piece + a.num_workers, blocks = num_head_blocks(a);
+  if (piece >= a.step->num_items * blocks) return false;
+  const WorkItem& item = a.step->items[piece / blocks];
+  w.next_head = static_cast<int>(piece % blocks) * a.heads_together;
+  w.next_heads = imin(a.heads_together, a.k[0]->num_heads - w.next_head);
+  const RowView view = row_view(a, item.sequence, item.row_begin);
+  const int low = view.sinks == 0 ? view.low : 0, begin = imax(item.first ? 0 : item.token_begin, low);
+  const int end = item.last ? a.step->seq_lens[item.sequence] : item.token_end, start = begin / kTile * kTile;
+  tile_of_blocks(a, *a.k[0], item.sequence, start, span(begin - start, end - start), tile);
+  return tile.num_runs > 0;
+}
+
 // Walks the tiles of [token_begin, token_end) for the rows and heads of `w`; `attend(w, tile, all, any)` does a tile.
 template <class Attend>
 inline void walk_positions(Work& w, Attend&& attend) {
@@ -228,10 +247,12 @@ inline void walk_positions(Work& w, Attend&& attend) {
       start = low / kTile * kTile - kTile;
       continue;
     }
-    w.ahead = nullptr;
+    w.ahead = w.next = nullptr;
     if (const int next = start + kTile; next < end) {
       tile_of_blocks(a, *a.k[0], w.item->sequence, next, span(0, end - next), ahead);
       w.ahead = &ahead;
+    } else if (w.last_pass && tile_of_next_piece(w, ahead)) {
+      w.next = &ahead;
     }
     uint64_t any = 0, all = ~uint64_t{0};
     const uint64_t inside = span(begin - start, end - start);
@@ -252,7 +273,7 @@ inline void walk_indices(Work& w, Attend&& attend) {
   const int begin = w.item->first ? 0 : imin(w.item->token_begin, a.num_indices);
   const int end = w.item->last ? a.num_indices : imin(w.item->token_end, a.num_indices);
   Tile tile;
-  w.ahead = nullptr;
+  w.ahead = w.next = nullptr;
   for (int start = begin; start < end; start += kTile) {
     tile_of_slots(*a.k[0], slots, start, imin(kTile, end - start), tile);
     if (tile.present == 0) continue;
@@ -308,6 +329,7 @@ inline void each_pass(const AttendArgs& a, int item, int head_block, int pitch, 
   Work w;
   w.args = &a;
   w.item = a.step->items + item;
+  w.piece = int64_t{item} * num_head_blocks(a) + head_block;
   w.group = a.num_q_heads / a.k[0]->num_heads;
   w.k_dim = a.k[0]->dim + (a.num_k > 1 ? a.k[1]->dim : 0);
   w.k_pitch = round_up(w.k_dim, pitch);
@@ -325,6 +347,7 @@ inline void each_pass(const AttendArgs& a, int item, int head_block, int pitch, 
       w.row = w.item->row_begin + row;
       w.num_rows = imin(most, total_rows - row);
       w.rows = w.num_rows * w.group;
+      w.last_pass = head + together >= head_end && row + most >= total_rows;
       pass(w);
     }
 }

@@ -45,7 +45,8 @@ void attend(Workers& workers, Isa isa, AttendArgs args) {
   if (step.num_splits > 0)
     args.partials = reinterpret_cast<float*>(workers.shared(sizeof(float) * static_cast<size_t>(step.num_partial_rows) *
                                                             static_cast<size_t>(args.num_q_heads * (args.v_dim + 2))));
-  args.heads_together = heads_together(args, workers.num_threads());
+  args.num_workers = workers.num_threads();
+  args.heads_together = heads_together(args, args.num_workers);
   const int blocks = num_head_blocks(args);
   workers.each(int64_t{step.num_items} * blocks, [&](int64_t i, Scratch& scratch) {
     const int item = static_cast<int>(i / blocks);

@@ -135,6 +135,7 @@ struct AttendArgs {
   const uint64_t* tree_mask = nullptr;  // [T, tree_words]
   int tree_words = 0;
   int heads_together = 1;  // KV heads that a piece of work takes
+  int num_workers = 1;
   // Partial results of split items: [rows, Q, v_dim + 2] fp32 (sum, maximum, then the unnormalised output).
   float* partials = nullptr;
 };
