@@ -10,9 +10,9 @@ from scene import KV, LATENT, WIDE_LATENT, Scene
 
 from kvpool.backends.base import Attention
 from kvpool.backends.reference import ReferenceBackend
-from kvpool.backends.triton import TritonBackend
+from kvpool.backends.triton import TritonBackend, launch
 from kvpool.codecs import CODECS
-from kvpool.kinds import KVKind, Lifetime
+from kvpool.kinds import FULL, KVKind, Lifetime
 from kvpool.layout import LAYOUTS
 
 KV_CODECS = [name for name in CODECS if not name.startswith("index")]
@@ -56,6 +56,14 @@ def test_latents_agree_with_one_scale_and_with_several(codec: str) -> None:
         scene = Scene(kind, codec, rows=(1, 2, 1))
         (latent,) = scene.filled("latent")
         attend(scene, (latent,), latent, rank, 20)
+
+
+def test_pieces_narrower_than_what_a_scale_is_of_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PIECE", 32)
+    for codec in ("fp8", "int8-tensor", "nvfp4"):
+        scene = Scene(WIDE_LATENT, codec, rows=(1, 2, 1))
+        (latent,) = scene.filled("latent")
+        attend(scene, (latent,), latent, 256, 20)
 
 
 def test_a_latent_and_a_rope_part_of_another_codec_agree() -> None:
@@ -118,6 +126,20 @@ def test_sinks_and_softcap_agree() -> None:
     scene = Scene(KV, "int8", rows=(1, 3, 1), lengths=(150, 40, 1), spread=3.0)
     k, v = scene.filled("k", "v")
     attend(scene, (k,), v, 64, 4, sinks=torch.tensor([0.5, -1.0, 30.0, -60.0]), softcap=5.0)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "nvfp4-token"])
+def test_everything_that_may_be_asked_agrees_over_latents(codec: str) -> None:
+    tree = torch.tensor([[1], [1], [3], [5], [1], [3]])  # drafts 1 and 2 of the second sequence are siblings
+    for lifetime, asked in (
+        (Lifetime(window=9), {}),
+        (Lifetime(window=9, sink_tokens=3), {"sinks": torch.tensor([0.5, -1.0, 30.0, -60.0])}),
+        (Lifetime(chunk=16), {"softcap": 5.0}),
+        (FULL, {"tree": tree}),
+    ):
+        scene = Scene(WIDE_LATENT, codec, lifetime=lifetime, rows=(1, 3, 2), lengths=(21, 40, 2))
+        (latent,) = scene.filled("latent")
+        attend(scene, (latent,), latent, 256, 4, **asked)
 
 
 def test_a_tree_mask_shows_each_draft_its_ancestors() -> None:

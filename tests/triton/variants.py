@@ -182,17 +182,26 @@ def formats(full: bool) -> Iterator[tuple[str, Run]]:
         yield f"decode kv {k}+{v}", kv(Scene(GQA, {"k": k, "v": v}, **BF16, **DECODE), 32)
 
 
+def fit(given: dict[str, Any], rows: int, heads: int) -> dict[str, Any]:
+    """Cut what is given for many rows and heads to those of a call."""
+    sizes = {"tree": rows, "indices": rows, "sinks": heads}
+    return {name: value[: sizes[name]] if name in sizes else value for name, value in given.items()}
+
+
 def asked(full: bool) -> Iterator[tuple[str, Run]]:
     """Yield everything an attention call may ask, in few rows and in many, in formats of each kind."""
     for turn, (name, changes, given) in enumerate(options()):
         for index, (shape_name, shape) in enumerate((("decode", DECODE), ("prefill", PREFILL))):
+            common = {**BF16, **shape, **changes}
             for codec in choose(("bf16", "fp8", "nvfp4"), turn + index, full):
-                scene = Scene(GQA, codec, **{**BF16, **shape, **changes})
-                rows = scene.step.total_tokens
-                cut = {k: v[:rows] if k in ("tree", "indices") else v for k, v in given.items()}
-                yield f"{shape_name} {codec} {name}", kv(scene, 32, **cut)
+                scene = Scene(GQA, codec, **common)
+                yield f"{shape_name} {codec} {name}", kv(scene, 32, **fit(given, scene.step.total_tokens, 32))
+            for codec in choose(("fp8", "bf16"), turn + index, full):
+                scene = Scene(MLA, codec, **common)
+                cut = fit(given, scene.step.total_tokens, 16)
+                yield f"{shape_name} latent {codec} {name}", latent(scene, 16, "latent", **cut)
     indices = torch.zeros((2, 2048), dtype=torch.int64)
-    for codec in ("bf16", "fp8", SPLIT):
+    for codec in (*(KV_CODECS if full else ("bf16", "fp8")), SPLIT):
         name, parts = ("fp8+bf16", ("latent", "rope")) if codec is SPLIT else (codec, ("latent",))
         for heads in (16, 128):
             scene = Scene(MLA, codec, **BF16, **DECODE)

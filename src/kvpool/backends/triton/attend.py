@@ -7,7 +7,9 @@ KV head. The rows of a tile are (token, head) pairs, so that grouped heads fill 
 score stage and V's the accumulate stage; neither knows the other.
 
 A key is some pieces of equal width, each with its scale, and perhaps a rest (the rope part of a latent; what a head
-size has beyond a power of two), read from the same part or from another. With SHARED_V its pieces are the value.
+size has beyond a power of two), read from the same part or from another. With SHARED_V its pieces are the value: those
+stored in bytes are loaded once for each of the two products, since no tile of bytes can be laid out for both, and only
+what is laid out for one is loaded ahead of its turn.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpool.backends.triton.tiles import load_values, vector_offsets
+from kvpool.backends.triton.tiles import AGAIN, load_values, vector_offsets
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -38,9 +40,9 @@ def attend_kernel(
     V_COUNT: tl.constexpr, V_WIDTH: tl.constexpr, V_PIECES: tl.constexpr, V_TOTAL: tl.constexpr, SHARED_V: tl.constexpr,
     DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, PRECISION: tl.constexpr, CAST: tl.constexpr,
     HARDWARE: tl.constexpr,
-    # codecs: SCALES is 0 without scales in memory, 1 for one of all pieces, else one a piece
+    # codecs: SCALES is 0 without scales in memory, 1 for one of all pieces, else one for every SCALED pieces
     K_VALUE: tl.constexpr, K_BLOCK_VALUE: tl.constexpr, K_PACKED: tl.constexpr, K_BLOCK: tl.constexpr,
-    K_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr, K_SCALED: tl.constexpr,
     R_VALUE: tl.constexpr, R_BLOCK_VALUE: tl.constexpr, R_PACKED: tl.constexpr, R_BLOCK: tl.constexpr,
     R_SCALES: tl.constexpr, R_SCALE_FIRST: tl.constexpr,
     V_VALUE: tl.constexpr, V_BLOCK_VALUE: tl.constexpr, V_PACKED: tl.constexpr, V_BLOCK: tl.constexpr,
@@ -70,6 +72,7 @@ def attend_kernel(
         v_constant: Constant scale of V.
     """
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    TWICE: tl.constexpr = SHARED_V and K_BLOCK == 0 and k_data.dtype.element_ty.primitive_bitwidth == 8
     item = items + (tl.program_id(0) // (NUM_HEADS * HEAD_TILES)).to(tl.int64) * 5
     sequence = tl.load(item).to(tl.int64)
     if sequence < 0:
@@ -154,10 +157,10 @@ def attend_kernel(
             ).to(DTYPE)  # fmt: skip
             if K_SCALES > 1:
                 dots = tl.dot(queries[i], tl.trans(k_tile), input_precision=PRECISION)
-                scores += dots * tl.load(k_scale + k_scale_offset + i, mask=held, other=0.0)[None, :]
+                scores += dots * tl.load(k_scale + k_scale_offset + i // K_SCALED, mask=held, other=0.0)[None, :]
             else:
                 scores = tl.dot(queries[i], tl.trans(k_tile), scores, input_precision=PRECISION)
-            if SHARED_V:
+            if SHARED_V and not TWICE:
                 keys = keys + (k_tile,)
         if K_SCALES == 1:
             scores = scores * tl.load(k_scale + k_scale_offset, mask=held, other=0.0)[None, :]
@@ -212,8 +215,14 @@ def attend_kernel(
             weights = p
             if SHARED_V:
                 if K_SCALES > 1:
-                    weights = p * tl.load(k_scale + k_scale_offset + i, mask=held, other=0.0)[None, :]
-                v_tile = keys[i].to(V_DTYPE)
+                    weights = p * tl.load(k_scale + k_scale_offset + i // K_SCALED, mask=held, other=0.0)[None, :]
+                if TWICE:
+                    v_tile = load_values(
+                        k_data, k_block, k_offset, k_block_offset, held, K_VALUE, K_BLOCK_VALUE, K_PACKED, K_BLOCK,
+                        i * K_WIDTH, K_COUNT - i * K_WIDTH, K_WIDTH, HARDWARE, AGAIN,
+                    ).to(V_DTYPE)  # fmt: skip
+                else:
+                    v_tile = keys[i].to(V_DTYPE)
             else:
                 v_tile = load_values(
                     v_data, v_block, vector_offsets(block, inside, head, V_DATA_B, V_DATA_H, V_DATA_N),

@@ -215,6 +215,7 @@ class TritonBackend:
             work.max_rows,
             sparse > 0,
             options.tree is not None,
+            bool(options.lifetime.window or options.lifetime.chunk),
             self.target.tile_rows,
         )
         q = self._asked(q, k)

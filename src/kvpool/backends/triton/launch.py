@@ -22,7 +22,8 @@ TYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.float16: tl.fl
 
 
 #: Widest piece of a vector that goes through the tensor cores at once: more would need more registers than there are.
-PIECE = 128
+#: Without tensor cores a thread holds rows and columns of a piece, and a latent's beside all sums.
+PIECE, EXACT_LATENT_PIECE = 128, 32
 
 
 def power(n: int, least: int = 1) -> int:
@@ -155,7 +156,7 @@ class Shape:
 
 def choose_shape(
     group: int, key_width: int, v_width: int, narrow: bool, products: str, max_rows: int, sparse: bool, tree: bool,
-    tile_rows: int = 128,
+    bounded: bool, tile_rows: int = 128,
 ) -> Shape:  # fmt: skip
     """Choose tile sizes; the compile tests hold them to no spilled register.
 
@@ -168,20 +169,23 @@ def choose_shape(
         max_rows: Most rows any sequence of the step has.
         sparse: Rows have slots of their own, so that a tile is one token.
         tree: Rows have masks, words of which are read for every row and token: drafts are few.
+        bounded: Rows see a window or a chunk, and so each has a bound of its own.
         tile_rows: Most rows of a tile on this target.
     """
-    exactly = products == "exact"
+    exactly, double = products == "exact", products == "tf32"
     wide = max(key_width, v_width) > 256
-    most = 16 if exactly else 32 if wide or tree else tile_rows
+    most = 16 if exactly or (wide and narrow and (tree or bounded)) else 32 if wide or tree else tile_rows
     block_m = min(power(group if sparse else group * max_rows, 16), most)
     tile_heads = min(group, block_m)
     tile_tokens = 1 if sparse else block_m // tile_heads
     if exactly:
-        return Shape(block_m, 32 if wide else 16, tile_heads, tile_tokens, 8, 2)
+        return Shape(block_m, 16, tile_heads, tile_tokens, 8, 2)
     if wide:
-        short = narrow and block_m > 16
-        return Shape(block_m, 32 if short else 64, tile_heads, tile_tokens, 8, 3 if short and sparse else 2)
-    long, double = key_width > 128, products == "tf32"
+        # Short turns leave what is widened registers, and so do loads of a third, but for slots beside many rows.
+        block_n = 32 if narrow or (double and sparse) else 64
+        deep = narrow and not (sparse and block_m > 16)
+        return Shape(block_m, block_n, tile_heads, tile_tokens, 8, 3 if deep else 2)
+    long = key_width > 128
     block_n = 32 if double or (long and block_m == tile_rows) else 64
     # Loads of a third turn take registers that long keys, slots and many rows of widened codes leave none.
     full = long or sparse or (narrow and block_m > 32)
@@ -266,7 +270,6 @@ def attend_arguments(
     else:
         cut, r_count = _split(k[0].vector.dim)
         rest, r_first, r_scale = first, cut, 0
-    width, num_scales = _pieces_of(first, cut)
     for part, single in ((v, not shared), (k[-1], len(k) == 2)):
         if single and arguments(part).num_scales > 1:
             raise UnsupportedError(
@@ -274,11 +277,14 @@ def attend_arguments(
                 " it into parts of their own, or use backend='reference'"
             )
     dot, precision = product_type(q_dtype, first, rest, values)
+    exactly = dot == torch.float32 and precision == "ieee"
+    widest = EXACT_LATENT_PIECE if shared and exactly and not target.interpreted else PIECE
+    width, num_scales, scaled = _pieces_of(first, cut, widest)
     if target.interpreted:
         dot, precision = torch.float32, "ieee"
     # P times a scale must not leave the range of fp16.
     v_dot = torch.bfloat16 if dot == torch.float16 and values.num_scales else dot
-    v_width = width if shared else min(power(v_dim, 16), PIECE)
+    v_width = width if shared else min(power(v_dim, 16), widest)
     constants = first.prefixed("K") | rest.prefixed("R") | values.prefixed("V")
     constants |= {
         "NUM_HEADS": v.num_heads,
@@ -301,6 +307,7 @@ def attend_arguments(
         "CAST": target.cast,
         "HARDWARE": target.hardware,
         "K_SCALES": num_scales,
+        "K_SCALED": scaled,
         "R_SCALES": min(rest.num_scales, 1),
         "R_SCALE_FIRST": r_scale,
         "V_SCALES": 0 if shared else values.num_scales,
@@ -321,27 +328,28 @@ def attend_arguments(
     )
 
 
-def _pieces_of(part: PartArguments, count: int) -> tuple[int, int]:
-    """Return (width of a piece, scales in memory) of the first `count` elements of a part's vectors.
+def _pieces_of(part: PartArguments, count: int, widest: int) -> tuple[int, int, int]:
+    """Return (width of a piece, scales in memory, pieces a scale) of the first `count` elements of a part's vectors.
 
-    One scale may serve any pieces; several are one a piece.
+    One scale may serve any pieces; several serve equally many each.
     """
     if part.num_scales <= 1:
-        return min(power(count, 16), PIECE), part.num_scales
+        return min(power(count, 16), widest), part.num_scales, 1
     lengths = part.segments
     covered = next(n for n in range(1, len(lengths) + 1) if sum(lengths[:n]) >= count)
     if covered == 1:
-        return power(count, 16), 1
+        return min(power(count, 16), widest), 1, 1
     width = lengths[0]
     if width != power(width, 16) or any(n != width for n in lengths[: covered - 1]):
         raise UnsupportedError(f"segments {lengths} of a latent have no Triton kernel; use backend='reference'")
-    return width, covered
+    pieces = max(width // widest, 1)
+    return width // pieces, covered, pieces
 
 
 def score_arguments(part: PartArguments, q_dtype: torch.dtype, target: Target) -> dict[str, Any]:
     """Return the constant parameters of the score kernel for indexer keys."""
     dim = sum(part.segments)
-    width, num_scales = _pieces_of(part, dim)
+    width, num_scales, _ = _pieces_of(part, dim, PIECE)
     dot, precision = product_type(q_dtype, part)
     if target.interpreted:
         dot, precision = torch.float32, "ieee"

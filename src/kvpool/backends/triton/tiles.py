@@ -6,6 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+#: How loads are cached: as usual; or in L2 alone, which makes a second load of the same bytes one of its own.
+USUAL, AGAIN = tl.constexpr(""), tl.constexpr(".cg")
+
 
 @triton.jit
 def vector_offsets(block, inside, head, STRIDE_B: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_N: tl.constexpr):
@@ -18,6 +21,7 @@ def load_values(
     data, block_scale, data_offset, block_offset, rows,
     VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
     FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
+    CACHED: tl.constexpr = USUAL,
 ):  # fmt: skip
     """Return elements `[FIRST, FIRST + COUNT)` of vectors, without the scale of their segment or layer.
 
@@ -29,6 +33,7 @@ def load_values(
         rows: `[N]` bool; others are not read and give zeros.
         COUNT: Elements wanted, as far as WIDTH goes; a multiple of BLOCK.
         WIDTH: Power of two they are padded to, with zeros.
+        CACHED: `USUAL` or `AGAIN`.
 
     Returns:
         `[N, WIDTH]`, exact: in the codec's own float type, or fp32 when a block scale needs its range.
@@ -37,7 +42,8 @@ def load_values(
     if PACKED:
         half = tl.arange(0, WIDTH // 2)
         keep = rows[:, None] & (half < COUNT // 2)[None, :]
-        pair = tl.load(data + data_offset[:, None] + (FIRST // 2 + half)[None, :], mask=keep, other=0)
+        place = data + data_offset[:, None] + (FIRST // 2 + half)[None, :]
+        pair = tl.load(place, mask=keep, other=0, cache_modifier=CACHED)
         values = tl.join(VALUE(pair & 15, HARDWARE), VALUE(pair >> 4, HARDWARE))  # [N, WIDTH / 2, 2]
         values = tl.reshape(values, (N, WIDTH))
     else:
@@ -45,13 +51,14 @@ def load_values(
         keep = rows[:, None]
         if COUNT < WIDTH:
             keep = keep & (column < COUNT)[None, :]
-        codes = tl.load(data + data_offset[:, None] + (FIRST + column)[None, :], mask=keep, other=0)
+        place = data + data_offset[:, None] + (FIRST + column)[None, :]
+        codes = tl.load(place, mask=keep, other=0, cache_modifier=CACHED)
         values = VALUE(codes, HARDWARE)
     if BLOCK > 0:
         index = tl.arange(0, WIDTH // BLOCK)
         keep = rows[:, None] & (index < COUNT // BLOCK)[None, :]
-        codes = tl.load(block_scale + block_offset[:, None] + (FIRST // BLOCK + index)[None, :], mask=keep, other=0)
-        factor = BLOCK_VALUE(codes, HARDWARE)
+        place = block_scale + block_offset[:, None] + (FIRST // BLOCK + index)[None, :]
+        factor = BLOCK_VALUE(tl.load(place, mask=keep, other=0, cache_modifier=CACHED), HARDWARE)
         blocks = tl.reshape(values, (N, WIDTH // BLOCK, BLOCK))
         if factor.dtype == tl.float32:
             blocks = blocks.to(tl.float32)
