@@ -17,10 +17,10 @@ run: build
 	$(VENV)/bin/kvpool run
 
 test: build $(GPU_PEERS)
-	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 check: lint types build
-	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 -m "not slow and not gpu and not model and not long"
+	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not model and not long"
 
 # The kernels under the address and undefined-behaviour sanitizers.
 sanitize: $(PACKAGES) build/build.ninja

@@ -14,6 +14,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--storm-seed", type=int, default=None, help="seed of tests/storm, as a failure printed it")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long tests first: short ones are left for the end, so that no worker waits for another then."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The embedded model's tokenizer."""

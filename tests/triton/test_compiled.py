@@ -25,10 +25,8 @@ WIDE = {"attend_kernel", "merge_kernel", "write_kernel", "read_kernel", "copy_ke
 
 #: Where `make test` puts the Triton of older GPU machines.
 OLDER_TRITON = ROOT / "build" / "triton-3.6.0"
-#: Of the ordinary choice what every codec and kind is written, read, decoded and scored with, and prefill of heads.
-BRIEF = "^(write|decode|prefill kv|score|state|sparse|mixing|copies)"
-#: Launches of the whole product are shared out to so many tests.
-PARTS = 4
+#: Launches of the whole product and of the ordinary choice are shared out to so many tests, each about a minute long.
+PARTS, CHOICE_PARTS = 9, 4
 
 
 def compiled(*arguments: str, path: tuple[Path, ...] = (ROOT / "src",)) -> list[dict[str, Any]]:
@@ -93,14 +91,16 @@ def test_every_variant_compiles_for_sm_90(part: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("part", range(CHOICE_PARTS))
 @pytest.mark.parametrize("capability", [80, 100])
-def test_every_codec_and_kind_compiles_for_other_gpus(capability: int) -> None:
-    check(compiled("--only", BRIEF, "--capability", str(capability)))
+def test_every_codec_and_kind_compiles_for_other_gpus(capability: int, part: int) -> None:
+    check(compiled("--capability", str(capability), "--part", str(part), str(CHOICE_PARTS)))
 
 
 @pytest.mark.long
-def test_every_codec_and_kind_compiles_with_the_triton_of_older_gpu_machines() -> None:
-    check(compiled_by_the_older("--only", BRIEF))
+@pytest.mark.parametrize("part", range(CHOICE_PARTS))
+def test_every_codec_and_kind_compiles_with_the_triton_of_older_gpu_machines(part: int) -> None:
+    check(compiled_by_the_older("--part", str(part), str(CHOICE_PARTS)))
 
 
 @pytest.mark.slow
@@ -110,8 +110,9 @@ def test_every_variant_compiles_for_other_gpus(capability: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_variant_compiles_with_the_triton_of_older_gpu_machines() -> None:
-    check(compiled_by_the_older("--full"))
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_variant_compiles_with_the_triton_of_older_gpu_machines(capability: int) -> None:
+    check(compiled_by_the_older("--full", "--capability", str(capability)))
 
 
 def compiled_by_the_older(*arguments: str) -> list[dict[str, Any]]:
