@@ -58,8 +58,9 @@ def heads(device: str) -> None:
             here, there = scenes(KVKind(2, 128), codec, device, dtype)
             attend(here, there, ("k", "v"), 128, 8, f"{codec} with {dtype}")
     for dim in (32, 80, 96, 192, 256) if device != "cpu" else (80,):
-        here, there = scenes(KVKind(2, dim), "bf16", device, torch.bfloat16)
-        attend(here, there, ("k", "v"), dim, 10, f"head of {dim}")
+        for codec in ("bf16", "fp8", "nvfp4") if device != "cpu" else ("fp8",):
+            here, there = scenes(KVKind(2, dim), codec, device, torch.bfloat16)
+            attend(here, there, ("k", "v"), dim, 10, f"{codec} head of {dim}")
 
 
 def options(device: str) -> None:

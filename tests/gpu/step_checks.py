@@ -26,71 +26,84 @@ class _Again:
         return SimpleNamespace(replay=run)
 
 
+class _Layer:
+    """A layer of fp8 on a device, the same on the host for the reference, and the tensors its decode steps work on."""
+
+    def __init__(self, device: str) -> None:
+        spec = CacheSpec(layers=(LayerSpec((KVKind(2, 128),)),), max_seq_len=4096)
+        plan = make_plan(spec, budget=64 << 20, codec="fp8", tokens_per_block=16, max_sequences=8, max_step_tokens=64)
+        self.num_blocks = plan.groups[0].num_blocks
+        self.pools = Pools(plan, device), Pools(plan, "cpu")
+        (self.k, self.v), (self.host_k, self.host_v) = ([p.part(0, name) for name in "kv"] for p in self.pools)
+        first = StepBuffers(plan, device, staged=True)
+        self.buffers = (first, StepBuffers(plan, device, staged=True, share=first))
+        self.backend = TritonBackend(device)
+        for buffers in self.buffers:
+            self.backend.prepare(self.pools[0], buffers)
+        self.x = torch.empty(8, 3, 8, 128, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty(8, 8, 128, dtype=torch.bfloat16, device=device)
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Write and attend with what is in `x`; what a graph captures."""
+        t = step.total_tokens
+        x, out = self.x[:t], self.out[:t]
+        self.backend.write((self.k, self.v), (x[:, 1, :2], x[:, 2, :2]), step)
+        self.backend.attend(x[:, 0], (self.k,), self.v, 128, step, Attention(128**-0.5), out, None)
+        return out
+
+    def scramble(self) -> None:
+        """Put the same random codes into both, with scales that are numbers."""
+        slabs = [pools.slabs[0] for pools in self.pools]
+        size = min(slab.committed_bytes for slab in slabs)
+        codes = torch.randint(0, 100, (size,), dtype=torch.uint8)
+        for slab in slabs:
+            slab.bytes[:size].copy_(codes)
+        for part in (self.k, self.v, self.host_k, self.host_v):
+            part.planes["scale"].tensor[:] = 0.01
+
+    def fill(self, buffers: StepBuffers, lengths: list[int], random: np.random.Generator) -> Any:
+        """Write the tables of a decode step of so long sequences in random blocks; return the reference's step."""
+        arrays, tables = buffers.arrays, buffers.arrays.groups[0]
+        ids = random.permutation(self.num_blocks).tolist()
+        tables.block_table.fill(-1)
+        for s, n in enumerate(lengths):
+            tables.block_table[s, : -(-n // 16)] = [ids.pop() for _ in range(-(-n // 16))]
+            tables.seq_lens[s] = n
+            tables.slots[s] = int(tables.block_table[s, (n - 1) // 16]) * 16 + (n - 1) % 16
+            arrays.num_tokens[s], arrays.cu_seqlens[s + 1], arrays.last_rows[s] = 1, s + 1, s
+        count = len(lengths)
+        names = ("slots", "block_table", "seq_lens")
+        group = SimpleNamespace(**{name: torch.from_numpy(getattr(tables, name)[:count].copy()) for name in names})
+        first_rows = torch.arange(count + 1, dtype=torch.int32)
+        return SimpleNamespace(num_sequences=count, total_tokens=count, cu_seqlens=first_rows, groups=[group])
+
+    def reference(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        """Return what `forward` should."""
+        REFERENCE.write((self.host_k, self.host_v), (x[:, 1, :2], x[:, 2, :2]), step)
+        want = torch.empty(len(x), 8, 128)
+        REFERENCE.attend(x[:, 0], (self.host_k,), self.host_v, 128, step, Attention(128**-0.5), want, None)
+        return want
+
+
 def graphs(device: str) -> None:
     """A captured decode step answers for other contents, lengths and the other buffer."""
     from kvpool.engine.graphs import CudaRecorder, DecodeGraphs
 
-    spec = CacheSpec(layers=(LayerSpec((KVKind(2, 128),)),), max_seq_len=4096)
-    plan = make_plan(spec, budget=64 << 20, codec="fp8", tokens_per_block=16, max_sequences=8, max_step_tokens=64)
-    pools, mirror_pools = Pools(plan, device), Pools(plan, "cpu")
-    first = StepBuffers(plan, device, staged=True)
-    buffers = (first, StepBuffers(plan, device, staged=True, share=first))
-    backend = TritonBackend(device)
-    for b in buffers:
-        backend.prepare(pools, b)
-    k, v = pools.part(0, "k"), pools.part(0, "v")
-    host_k, host_v = mirror_pools.part(0, "k"), mirror_pools.part(0, "v")
-    x = torch.empty(8, 3, 8, 128, dtype=torch.bfloat16, device=device)
-    out = torch.empty(8, 8, 128, dtype=torch.bfloat16, device=device)
-
-    def forward(step: Step) -> torch.Tensor:
-        t = step.total_tokens
-        backend.write((k, v), (x[:t, 1, :2], x[:t, 2, :2]), step)
-        backend.attend(x[:t, 0], (k,), v, 128, step, Attention(128**-0.5), out[:t], None)
-        return out[:t]
-
-    recorded = DecodeGraphs(forward, 8, CudaRecorder() if device != "cpu" else _Again())
+    layer = _Layer(device)
+    recorded = DecodeGraphs(layer.forward, 8, CudaRecorder() if device != "cpu" else _Again())
     random = np.random.default_rng(0)
     for turn, lengths in enumerate([[9, 1, 40], [900, 3, 8, 130], [1, 64, 65], [2000, 5, 33, 17], [3, 4000]]):
         lengths = lengths if device != "cpu" else [min(n, 70) for n in lengths]
-        b = buffers[turn % 2]
-        a, g = b.arrays, b.arrays.groups[0]
-        ids = random.permutation(plan.groups[0].num_blocks).tolist()
-        host = torch.randint(0, 100, mirror_pools.slabs[0].bytes.shape, dtype=torch.uint8)
-        for slab in (mirror_pools.slabs[0], pools.slabs[0]):
-            size = min(slab.committed_bytes, mirror_pools.slabs[0].committed_bytes)
-            slab.bytes[:size].copy_(host[:size])
-        for part, other in ((k, host_k), (v, host_v)):  # scales that are numbers
-            for p in (part, other):
-                p.planes["scale"].tensor[:] = 0.01
-        g.block_table.fill(-1)
-        for s, n in enumerate(lengths):
-            count = -(-n // 16)
-            g.block_table[s, :count] = [ids.pop() for _ in range(count)]
-            a.num_tokens[s], g.seq_lens[s], a.cu_seqlens[s + 1], a.last_rows[s] = 1, n, s + 1, s
-            g.slots[s] = int(g.block_table[s, (n - 1) // 16]) * 16 + (n - 1) % 16
-        made = torch.randn(8, 3, 8, 128).to(torch.bfloat16)
-        x.copy_(made)
-        count = len(lengths)
+        buffers, count = layer.buffers[turn % 2], len(lengths)
+        layer.scramble()
+        plain = layer.fill(buffers, lengths, random)
+        x = torch.randn(8, 3, 8, 128).to(torch.bfloat16)
+        layer.x.copy_(x)
         decision = SimpleNamespace(sequences=tuple(range(count)), total_tokens=count, num_samples=count)
-        step = Step(b, decision, lambda *_: None, recorded.pad_to([1] * count)).start()
-        backend.begin(step)
+        step = Step(buffers, decision, lambda *_: None, recorded.pad_to([1] * count)).start()
+        layer.backend.begin(step)
         got = recorded.forward(step)[:count].clone()
-        tables = SimpleNamespace(
-            slots=torch.from_numpy(g.slots[:count].copy()),
-            block_table=torch.from_numpy(g.block_table[:count].copy()),
-            seq_lens=torch.from_numpy(g.seq_lens[:count].copy()),
-        )
-        plain = SimpleNamespace(
-            num_sequences=count,
-            total_tokens=count,
-            cu_seqlens=torch.arange(count + 1, dtype=torch.int32),
-            groups=[tables],
-        )
-        REFERENCE.write((host_k, host_v), (made[:count, 1, :2], made[:count, 2, :2]), plain)
-        want = torch.empty(count, 8, 128)
-        REFERENCE.attend(made[:count, 0], (host_k,), host_v, 128, plain, Attention(128**-0.5), want, None)
-        close(got, want, torch.bfloat16, f"replayed step {turn}")
+        close(got, layer.reference(x[:count], plain), torch.bfloat16, f"replayed step {turn}")
 
 
 def steps_in_flight(device: str) -> None:

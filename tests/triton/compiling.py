@@ -191,7 +191,7 @@ def explain(error: BaseException) -> str:
     return "\n".join(texts)[-1500:]
 
 
-def find_launches(capability: int, only: str, full: bool) -> list[tuple[str, Launch]]:
+def find_launches(capability: int, only: str, every_pair: bool) -> list[tuple[str, Launch]]:
     """Return the launches that compile to different code, with the name of the first variant to make them."""
     from variants import variants
 
@@ -199,7 +199,7 @@ def find_launches(capability: int, only: str, full: bool) -> list[tuple[str, Lau
 
     target = Target.of(capability, 132)
     found: dict[str, tuple[str, Launch]] = {}
-    for name, run in variants(full):
+    for name, run in variants(every_pair):
         if re.search(only, name):
             with recorded(capability) as launches:
                 run(target)
@@ -212,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--only", default="", help="regular expression on variant names")
-    parser.add_argument("--full", action="store_true", help="the whole product, not a choice of it")
+    parser.add_argument("--every-pair", action="store_true", help="all pairs of codecs of keys and values, not some")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth, from the Ith")
     parser.add_argument("--max-registers", type=int, default=None, help="registers a thread may have")
@@ -220,7 +220,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)  # this process is copied, which threads do not survive
     first, step = options.part
-    found = find_launches(options.capability, options.only, options.full)[first::step]
+    found = find_launches(options.capability, options.only, options.every_pair)[first::step]
 
     for _, launch in found:
         if options.max_registers is not None:

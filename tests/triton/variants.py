@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ from kvpool.spec import CacheSpec
 Run = Callable[[Any], None]
 DECODE = {"rows": (1, 1), "lengths": (4000, 700)}
 PREFILL = {"rows": (512, 300), "lengths": (512, 700)}
+SHAPES = {"decode": DECODE, "prefill": PREFILL}
 KV_CODECS = [name for name in CODECS if not name.startswith("index")]
 INDEX_CODECS = [name for name in CODECS if name.startswith("index")]
 GQA, MLA, INDEX = KVKind(8, 128), LatentKind(512, 64), IndexerKind(128)
 BF16 = {"dtype": torch.bfloat16, "tokens_per_block": 64, "poisoned": False}
+BLOCKS_OF_16 = {"tokens_per_block": 16}
 SPLIT = {"latent": "fp8", "rope": "bf16"}
-#: Codecs of keys and of values that differ in what products are made in, in scales and in packing.
-MIXED = (("fp8", "nvfp4"), ("int8", "bf16"), ("fp16", "fp8-tensor"))
 
 
 def backend(target: Any) -> Any:
@@ -136,24 +136,20 @@ def options() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     yield "sinks", {}, {"sinks": torch.zeros(32)}
     yield "tree", {}, {"tree": torch.zeros((812, 5), dtype=torch.int64)}
     yield "sparse", {}, {"indices": torch.zeros((812, 512), dtype=torch.int64)}
-    yield "blocks of 16", {"tokens_per_block": 16}, {}
+    yield "blocks of 16", BLOCKS_OF_16, {}
     yield "blocks of 128", {"tokens_per_block": 128}, {}
     yield "fp16 query", {"dtype": torch.float16}, {}
     yield "fp32 query", {"dtype": torch.float32}, {}
 
 
-def choose(everything: Iterable[Any], turn: int, full: bool) -> list[Any]:
-    """Return all, or one of them by turns, so that each meets everything it is combined with."""
-    found = list(everything)
-    return found if full else [found[turn % len(found)]]
-
-
-def formats(full: bool) -> Iterator[tuple[str, Run]]:
-    """Yield writing, reading and attending of every codec, for every kind and number of rows."""
+def formats() -> Iterator[tuple[str, Run]]:
+    """Yield writing, reading and attending of every codec, in every layout, for every kind and number of rows."""
     makers: list[tuple[str, Callable[[Any], Run]]] = [
         ("write kv", lambda common: write_and_read(GQA, common, "k")),
         ("write latent", lambda common: write_and_read(MLA, common, "latent")),
         ("prefill kv", lambda common: kv(Scene(GQA, **common, **PREFILL), 32)),
+        ("prefill kv in blocks of 16", lambda common: kv(Scene(GQA, **common | BLOCKS_OF_16, **PREFILL), 32)),
+        ("decode kv in blocks of 16", lambda common: kv(Scene(GQA, **common | BLOCKS_OF_16, **DECODE), 32)),
         ("decode kv", lambda common: kv(Scene(GQA, **common, **DECODE), 32)),
         ("verify 5 kv", lambda common: kv(Scene(GQA, **common, rows=(5, 1), lengths=(4000, 700)), 32)),
         ("verify 9 kv", lambda common: kv(Scene(GQA, **common, rows=(9, 1), lengths=(4000, 700)), 32)),
@@ -161,24 +157,22 @@ def formats(full: bool) -> Iterator[tuple[str, Run]]:
         ("decode latent of 128 heads", lambda common: latent(Scene(MLA, **common, **DECODE), 128, "latent")),
         ("prefill latent", lambda common: latent(Scene(MLA, **common, **PREFILL), 16, "latent")),
     ]
-    for turn, codec in enumerate(KV_CODECS):
-        for index, (name, make) in enumerate(makers):
-            if not full and name.startswith(("verify", "decode latent")) and (index + turn // 2) % 2:
-                continue  # one of two sizes of a tile, by turns
-            for layout in choose(LAYOUTS, turn + index, full):
-                yield f"{name} {codec} {layout}", make({"codec": codec, "layout": layout, **BF16})
-    for turn, codec in enumerate(INDEX_CODECS):
-        stored = {"latent": "fp8", "rope": "bf16", "index": codec}
-        for layout in choose(LAYOUTS, turn, full):
-            common = {"codec": stored, "layout": layout, **BF16}
-            yield f"write index {codec} {layout}", write_and_read((MLA, INDEX), common, "index")
-            for name, shape in (("score", DECODE), ("score prefill", PREFILL)):
-                yield f"{name} {codec} {layout}", score(Scene((MLA, INDEX), **common, **shape), 64)
+    for codec, (name, make), layout in itertools.product(KV_CODECS, makers, LAYOUTS):
+        yield f"{name} {codec} {layout}", make({"codec": codec, "layout": layout, **BF16})
+    for codec, layout in itertools.product(INDEX_CODECS, LAYOUTS):
+        common = {"codec": {"latent": "fp8", "rope": "bf16", "index": codec}, "layout": layout, **BF16}
+        yield f"write index {codec} {layout}", write_and_read((MLA, INDEX), common, "index")
+        for name, shape in (("score", DECODE), ("score prefill", PREFILL)):
+            yield f"{name} {codec} {layout}", score(Scene((MLA, INDEX), **common, **shape), 64)
     for shape in ((128, 64, 128), (8192, 3), (3, 8192)):  # a scan, and convolutions either way round
         for codec in ("fp32", "bf16", "int8") if shape[-1] > 3 else ("fp32", "bf16"):  # no wide load of 3 codes
             yield f"state {shape} {codec}", states(shape, codec)
-    mixed = itertools.product(KV_CODECS, KV_CODECS) if full else MIXED
-    for k, v in mixed:
+
+
+def pairs(every: bool) -> Iterator[tuple[str, Run]]:
+    """Yield attention to keys in one codec and values in another: every pair, or each codec once as either."""
+    turned = KV_CODECS[3:] + KV_CODECS[:3]  # past those that differ least
+    for k, v in itertools.product(KV_CODECS, KV_CODECS) if every else zip(KV_CODECS, turned, strict=True):
         yield f"decode kv {k}+{v}", kv(Scene(GQA, {"k": k, "v": v}, **BF16, **DECODE), 32)
 
 
@@ -188,47 +182,41 @@ def fit(given: dict[str, Any], rows: int, heads: int) -> dict[str, Any]:
     return {name: value[: sizes[name]] if name in sizes else value for name, value in given.items()}
 
 
-def asked(full: bool) -> Iterator[tuple[str, Run]]:
+def asked() -> Iterator[tuple[str, Run]]:
     """Yield everything an attention call may ask, in few rows and in many, in formats of each kind."""
-    for turn, (name, changes, given) in enumerate(options()):
-        for index, (shape_name, shape) in enumerate((("decode", DECODE), ("prefill", PREFILL))):
-            common = {**BF16, **shape, **changes}
-            for codec in choose(("bf16", "fp8", "nvfp4"), turn + index, full):
-                scene = Scene(GQA, codec, **common)
-                yield f"{shape_name} {codec} {name}", kv(scene, 32, **fit(given, scene.step.total_tokens, 32))
-            for codec in choose(("fp8", "bf16"), turn + index, full):
-                scene = Scene(MLA, codec, **common)
-                cut = fit(given, scene.step.total_tokens, 16)
-                yield f"{shape_name} latent {codec} {name}", latent(scene, 16, "latent", **cut)
+    for (name, changes, given), (shape_name, shape) in itertools.product(options(), SHAPES.items()):
+        common = {**BF16, **shape, **changes}
+        for codec in ("bf16", "fp8", "nvfp4"):
+            scene = Scene(GQA, codec, **common)
+            yield f"{shape_name} {codec} {name}", kv(scene, 32, **fit(given, scene.step.total_tokens, 32))
+        for codec in ("bf16", "fp8"):
+            scene = Scene(MLA, codec, **common)
+            cut = fit(given, scene.step.total_tokens, 16)
+            yield f"{shape_name} latent {codec} {name}", latent(scene, 16, "latent", **cut)
     indices = torch.zeros((2, 2048), dtype=torch.int64)
-    for codec in (*(KV_CODECS if full else ("bf16", "fp8")), SPLIT):
+    for codec, heads in itertools.product((*KV_CODECS, SPLIT), (16, 128)):
         name, parts = ("fp8+bf16", ("latent", "rope")) if codec is SPLIT else (codec, ("latent",))
-        for heads in (16, 128):
-            scene = Scene(MLA, codec, **BF16, **DECODE)
-            yield f"sparse latent {name} of {heads} heads", latent(scene, heads, *parts, indices=indices)
-            if codec is SPLIT:
-                yield f"decode latent {name} of {heads} heads", latent(scene, heads, *parts)
+        scene = Scene(MLA, codec, **BF16, **DECODE)
+        yield f"sparse latent {name} of {heads} heads", latent(scene, heads, *parts, indices=indices)
+        if codec is SPLIT:
+            yield f"decode latent {name} of {heads} heads", latent(scene, heads, *parts)
 
 
-def shapes(full: bool) -> Iterator[tuple[str, Run]]:
+def sizes() -> Iterator[tuple[str, Run]]:
     """Yield head sizes and groups of other sizes than the usual."""
-    both = (("decode", DECODE), ("prefill", PREFILL))
-    for turn, dim in enumerate((32, 64, 80, 96, 192, 256)):
-        for name, shape in choose(both, turn, full):
-            yield f"{name} head of {dim}", kv(Scene(KVKind(4, dim), "bf16", **BF16, **shape), 20)
-    for turn, group in enumerate((1, 8, 71)):
-        for codec in choose(("fp8", "nvfp4", "bf16"), turn, full):
-            yield f"decode {codec} group of {group}", kv(Scene(KVKind(1, 64), codec, **BF16, **DECODE), group)
+    for dim, codec, (name, shape) in itertools.product(
+        (32, 64, 80, 96, 192, 256), ("bf16", "fp8", "nvfp4"), SHAPES.items()
+    ):
+        yield f"{name} {codec} head of {dim}", kv(Scene(KVKind(4, dim), codec, **BF16, **shape), 20)
+    for group, codec in itertools.product((1, 8, 71), ("bf16", "fp8", "nvfp4")):
+        yield f"decode {codec} group of {group}", kv(Scene(KVKind(1, 64), codec, **BF16, **DECODE), group)
 
 
-def variants(full: bool) -> Iterator[tuple[str, Run]]:
-    """Yield (name, call).
-
-    The ordinary choice has every codec with every kind and number of rows in one layout, by turns, and every option
-    once for few and once for many rows; `full` has their products.
-    """
-    yield from formats(full)
-    yield from asked(full)
-    yield from shapes(full)
+def variants(every_pair: bool) -> Iterator[tuple[str, Run]]:
+    """Yield (name, call), with every pair of codecs or with some."""
+    yield from formats()
+    yield from pairs(every_pair)
+    yield from asked()
+    yield from sizes()
     yield "mixing", mixed("fp8")
     yield "copies", copies(Scene(GQA, "fp8", **BF16, **DECODE))

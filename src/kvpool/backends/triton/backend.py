@@ -205,19 +205,8 @@ class TritonBackend:
         call = self._call(k, v, v_dim, q.dtype, q.shape[1])
         work = self._work[step.buffers]
         sparse = 0 if options.indices is None else options.indices.shape[1]
-        narrow = call.tensors[0].element_size() == 1
-        shape = choose_shape(
-            call.group,
-            call.key_width,
-            call.v_width,
-            narrow,
-            call.products,
-            work.max_rows,
-            sparse > 0,
-            options.tree is not None,
-            bool(options.lifetime.window or options.lifetime.chunk),
-            self.target.tile_rows,
-        )
+        bounded = bool(options.lifetime.window or options.lifetime.chunk)
+        shape = choose_shape(call, self.target, work.max_rows, sparse > 0, options.tree is not None, bounded)
         q = self._asked(q, k)
         maps = self._maps[v]
         target = torch.empty(out.shape, dtype=torch.float32, device=out.device) if maps else out
@@ -273,7 +262,8 @@ class TritonBackend:
                 q.stride(0), q.stride(1), out.stride(0), out.stride(1), tables.block_table.stride(0),
                 0 if indices is None else indices.stride(0), 0 if tree is None else tree.stride(0),
                 **asked, **tiles, **call.constants, BLOCK_N=shape.block_n,
-                num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=True,
+                num_warps=shape.num_warps, num_stages=shape.num_stages, maxnreg=shape.max_registers,
+                enable_fp_fusion=True,
             )  # fmt: skip
         if items.num_merges:
             rows = min(shape.block_m, 32, max(2048 // call.v_width, 1))

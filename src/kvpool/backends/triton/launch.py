@@ -144,6 +144,8 @@ class Shape:
         tile_tokens: Tokens of a tile.
         num_warps: Warps of a program.
         num_stages: Turns whose loads are in flight.
+        max_registers: Registers a thread may have; None leaves it to the assembler, which gives up some of them, and
+            spills, where that lets one more program onto a multiprocessor.
     """
 
     block_m: int
@@ -152,44 +154,7 @@ class Shape:
     tile_tokens: int
     num_warps: int
     num_stages: int
-
-
-def choose_shape(
-    group: int, key_width: int, v_width: int, narrow: bool, products: str, max_rows: int, sparse: bool, tree: bool,
-    bounded: bool, tile_rows: int = 128,
-) -> Shape:  # fmt: skip
-    """Choose tile sizes; the compile tests hold them to no spilled register.
-
-    Args:
-        group: Query heads of a KV head.
-        key_width: Elements of a key, padded.
-        v_width: Elements of a value, padded.
-        narrow: Keys are stored in bytes and widened in registers.
-        products: `exact`, without tensor cores; `tf32`, operands of 32 bits; or `short`.
-        max_rows: Most rows any sequence of the step has.
-        sparse: Rows have slots of their own, so that a tile is one token.
-        tree: Rows have masks, words of which are read for every row and token: drafts are few.
-        bounded: Rows see a window or a chunk, and so each has a bound of its own.
-        tile_rows: Most rows of a tile on this target.
-    """
-    exactly, double = products == "exact", products == "tf32"
-    wide = max(key_width, v_width) > 256
-    most = 16 if exactly or (wide and narrow and (tree or bounded)) else 32 if wide or tree else tile_rows
-    block_m = min(power(group if sparse else group * max_rows, 16), most)
-    tile_heads = min(group, block_m)
-    tile_tokens = 1 if sparse else block_m // tile_heads
-    if exactly:
-        return Shape(block_m, 16, tile_heads, tile_tokens, 8, 2)
-    if wide:
-        # Short turns leave what is widened registers, and so do loads of a third, but for slots beside many rows.
-        block_n = 32 if narrow or (double and sparse) else 64
-        deep = narrow and not (sparse and block_m > 16)
-        return Shape(block_m, block_n, tile_heads, tile_tokens, 8, 3 if deep else 2)
-    long = key_width > 128
-    block_n = 32 if double or (long and block_m == tile_rows) else 64
-    # Loads of a third turn take registers that long keys, slots and many rows of widened codes leave none.
-    full = long or sparse or (narrow and block_m > 32)
-    return Shape(block_m, block_n, tile_heads, tile_tokens, 8 if block_m == tile_rows else 4, 2 if full else 3)
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,10 +184,51 @@ class AttendArguments:
 
     @property
     def products(self) -> str:
-        """How products are made, as `choose_shape` takes it."""
+        """How products are made: `exact`, without tensor cores; `tf32`, operands of 32 bits; or `short`."""
         if self.constants["DTYPE"] != tl.float32:
             return "short"
         return "exact" if self.constants["PRECISION"] == "ieee" else "tf32"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether keys are stored in bytes and widened in registers."""
+        return self.tensors[0].element_size() == 1
+
+
+def choose_shape(
+    call: AttendArguments, target: Target, max_rows: int, sparse: bool, tree: bool, bounded: bool
+) -> Shape:
+    """Choose tile sizes; the compile tests hold them to no spilled register.
+
+    Args:
+        call: The kernel.
+        target: The device.
+        max_rows: Most rows any sequence of the step has.
+        sparse: Rows have slots of their own, so that a tile is one token.
+        tree: Rows have masks, words of which are read for every row and token: drafts are few.
+        bounded: Rows see a window or a chunk, and so each has a bound of its own.
+    """
+    exactly, double, narrow = call.products == "exact", call.products == "tf32", call.narrow
+    wide = max(call.key_width, call.v_width) > 256
+    most = 16 if exactly or (wide and narrow and (tree or bounded)) else 32 if wide or tree else target.tile_rows
+    block_m = min(power(call.group if sparse else call.group * max_rows, 16), most)
+    tile_heads = min(call.group, block_m)
+    tile_tokens = 1 if sparse else block_m // tile_heads
+    if exactly:
+        return Shape(block_m, 16, tile_heads, tile_tokens, 8, 2)
+    if wide:
+        # Short turns leave what is widened registers, and so do loads of a third, but for slots beside many rows.
+        block_n = 32 if narrow or (double and sparse) else 64
+        deep = narrow and not (sparse and block_m > 16)
+        return Shape(block_m, block_n, tile_heads, tile_tokens, 8, 3 if deep else 2)
+    long, many = call.key_width > 128, block_m == target.tile_rows
+    # What is widened leaves few registers beside long keys, and beside many rows whose sums pass through registers.
+    short = narrow and (long or (many and target.tensor_memory))
+    block_n = 32 if double or short or (long and many) else 64
+    # Loads of a third turn take registers that long keys, slots and many rows of widened codes leave none.
+    full = not short and (long or sparse or (narrow and block_m > 32))
+    num_warps, num_stages = 8 if many else 4, 2 if full else 3
+    return Shape(block_m, block_n, tile_heads, tile_tokens, num_warps, num_stages, 255 if narrow and many else None)
 
 
 def _split(dim: int) -> tuple[int, int]:

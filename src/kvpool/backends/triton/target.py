@@ -23,17 +23,20 @@ class Target:
             8.9 and later).
         num_processors: Multiprocessors.
         tile_rows: Most rows of a tile: where tensor cores take operands from registers, 128 leave too few of them.
+        tensor_memory: Sums of products are kept in a memory of their own and pass through registers every turn.
     """
 
     interpreted: bool
     hardware: int
     num_processors: int
     tile_rows: int = 128
+    tensor_memory: bool = False
 
     @classmethod
     def of(cls, capability: int, num_processors: int) -> Target:
         """Return the target of a GPU of a compute capability: 80, 90, 100."""
-        return cls(False, 2 if capability >= 89 else 1, num_processors, 128 if 90 <= capability < 120 else 64)
+        hardware, tile_rows = 2 if capability >= 89 else 1, 128 if 90 <= capability < 120 else 64
+        return cls(False, hardware, num_processors, tile_rows, 100 <= capability < 120)
 
     @property
     def cast(self) -> Any:
