@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,10 +53,14 @@ def fetched(name: str, *packages: str) -> Path:
     """
     folder = ROOT / "build" / name
     if not folder.exists():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise OSError(f"cannot install {packages[0]}: {done.stderr.strip()[-300:]}")
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            part = Path(unfinished) / name
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(part), *packages]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(f"cannot install {packages[0]}: {done.stderr.strip()[-300:]}")
+            part.rename(folder)
     return folder
 
 

@@ -285,13 +285,13 @@ def flashinfer_folder() -> Path:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_of_this_file_is_skipped_beside_flashinfer_s_references() -> None:
     """They are torch and need no GPU; its wheel is in a folder of its own."""
     root = Path(__file__).parents[2]
     folder = flashinfer_folder()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(folder)])}
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not long", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
     assert not done.returncode, done.stdout[-2000:]
     assert "SKIPPED" not in done.stdout, done.stdout[-2000:]
