@@ -23,7 +23,6 @@ class Scene:
         rows: Rows of every sequence.
         lengths: Tokens of every sequence, the rows included.
         poisoned: Every stored byte is 0xFF at first; else memory that nobody reads is not touched.
-        poisoned: Every stored byte is 0xFF at first; else memory nobody reads is not touched.
     """
 
     kind: Any

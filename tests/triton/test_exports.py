@@ -1,4 +1,4 @@
-"""Other libraries' shapes hold what ours hold: checked by their own references where they can be imported."""
+"""Other libraries' shapes hold what ours hold; FlashInfer's own references say so, too."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ from kvpool.kinds import KVKind, LatentKind, Lifetime
 from kvpool.layout import LAYOUTS
 
 REFERENCE = ReferenceBackend()
+ROOT = Path(__file__).parents[2]
+#: What runs beside FlashInfer.
+REFERENCES = Path(__file__).with_name("flashinfer_references.py")
 
 
 def ours(scene: Scene, k: tuple[Any, ...], v: Any, v_dim: int, q: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -134,54 +137,6 @@ def test_sinks_and_the_log_sum_exp_are_ours_whatever_flashinfer_s_wrapper_makes_
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("codec", ["bf16", "fp8-tensor"])
-def test_trtllm_s_reference_reads_our_pool_as_we_do(codec: str, layout: str) -> None:
-    theirs = pytest.importorskip("flashinfer.trace.templates.attention")
-    scene = Scene(KV, codec, layout, rows=(1, 3, 1), lengths=(21, 40, 1))
-    k, v = scene.filled("k", "v")
-    q = scene.normal(5, 4, 64)
-    cache, tables = paged_cache(k, v), scene.step.groups[0]
-    got = theirs._trtllm_paged_attention_reference(
-        q, combined_cache(k, v), tables.block_table, tables.seq_lens, causal=True, kv_layout=layout,
-        bmm1_scale=64**-0.5 * cache.k_scale, bmm2_scale=cache.v_scale, cum_seq_lens_q=scene.step.cu_seqlens,
-    )  # fmt: skip
-    assert (got - ours(scene, (k,), v, 64, q)).abs().max() < 1e-5
-
-
-def test_flashinfer_s_prefill_reference_reads_our_pool_as_we_do() -> None:
-    theirs = pytest.importorskip("flashinfer.trace.templates.attention")
-    scene = Scene(KV, "bf16", "NHD", rows=(2, 3, 8), lengths=(16, 40, 8))  # it reads whole pages only
-    k, v = scene.filled("k", "v")
-    q = scene.normal(13, 4, 64)
-    cache = paged_cache(k, v)
-    pages = torch.tensor([2, 5, 1])
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), pages.cumsum(0)])
-    indices = torch.cat([scene.step.groups[0].block_table[s, :n] for s, n in enumerate(pages.tolist())])
-    got, lse = theirs._gqa_paged_prefill_reference(
-        q, cache.k, cache.v, scene.step.cu_seqlens, indptr, indices, 64**-0.5
-    )
-    assert (got.float() - ours(scene, (k,), v, 64, q)).abs().max() < 1e-2  # theirs is bf16
-    assert lse.isfinite().all()
-
-
-def test_flashinfer_s_sparse_reference_reads_our_latents_as_we_do() -> None:
-    theirs = pytest.importorskip("flashinfer.trace.templates.attention")
-    scene = Scene(LATENT, {"latent": "bf16", "rope": "fp16"}, rows=(1, 3), lengths=(21, 40))
-    latent, rope = scene.filled("latent", "rope")
-    q = scene.normal(4, 4, 64)
-    slots = scene.all_slots()
-    indices = torch.full((4, 9), -1)
-    indices[0, :7] = slots[torch.randperm(21, generator=scene.random)[:7]]
-    for row in (1, 2, 3):
-        indices[row] = slots[21 + torch.randperm(37, generator=scene.random)[:9]]
-    planes = [part.planes["data"].tensor[:, 0].contiguous() for part in (latent, rope)]
-    got = theirs._dsa_paged_reference(q[..., :48], q[..., 48:], *planes, indices, 64**-0.5)
-    got = got[0] if isinstance(got, tuple) else got
-    want = ours(scene, (latent, rope), latent, 48, q, indices=indices)
-    assert (got.float() - want).abs().max() < 2e-2  # theirs is bf16
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_vllm_s_tensor_holds_each_token_where_its_slot_mapping_says(layout: str) -> None:
     scene = Scene(KVKind(3, 64), "bf16", layout)
     k, v = scene.filled("k", "v")
@@ -274,24 +229,17 @@ def test_trtllm_s_offsets_point_at_the_k_and_v_of_every_block() -> None:
         trtllm_block_offsets(table, scaled.pools[0], scaled.bytes_per_block)
 
 
-def flashinfer_folder() -> Path:
-    """Return where FlashInfer can be imported from; it is not among the packages of the development environment."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+@pytest.mark.long
+def test_flashinfer_s_references_read_and_write_our_caches_as_we_do() -> None:
+    """They are torch and need no GPU; its wheel is in a folder of its own, as no package of ours needs it."""
+    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
     import peer
 
     try:
-        return peer.install()
+        folder = peer.install()
     except OSError as error:
         pytest.skip(str(error))
-
-
-@pytest.mark.long
-def test_nothing_of_this_file_is_skipped_beside_flashinfer_s_references() -> None:
-    """They are torch and need no GPU; its wheel is in a folder of its own."""
-    root = Path(__file__).parents[2]
-    folder = flashinfer_folder()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(folder)])}
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not long", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(REFERENCES)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert not done.returncode, done.stdout[-2000:]
-    assert "SKIPPED" not in done.stdout, done.stdout[-2000:]
