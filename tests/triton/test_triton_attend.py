@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from scene import KV, LATENT, WIDE_LATENT, Scene
 
 from kvpool.backends.base import Attention
 from kvpool.backends.reference import ReferenceBackend
-from kvpool.backends.triton import TritonBackend, launch
+from kvpool.backends.triton import TritonBackend, backend, launch
+from kvpool.backends.triton.target import INTERPRETER, Target
 from kvpool.codecs import CODECS
-from kvpool.kinds import FULL, KVKind, Lifetime
+from kvpool.kinds import FULL, KVKind, LatentKind, Lifetime
 from kvpool.layout import LAYOUTS
 
 KV_CODECS = [name for name in CODECS if not name.startswith("index")]
@@ -20,13 +22,14 @@ REFERENCE = ReferenceBackend()
 
 
 def attend(
-    scene: Scene, k: tuple[Any, ...], v: Any, v_dim: int, num_q_heads: int, *, tolerance: float = 2e-6, **options: Any
-) -> torch.Tensor:
+    scene: Scene, k: tuple[Any, ...], v: Any, v_dim: int, num_q_heads: int, *, tolerance: float = 2e-6,
+    target: Target = INTERPRETER, **options: Any,
+) -> torch.Tensor:  # fmt: skip
     """Attend with both backends, compare, and return the kernel's output."""
     dim = sum(part.vector.dim for part in k)
     q = scene.normal(scene.step.total_tokens, num_q_heads, dim)
     asked = Attention(dim**-0.5, scene.lifetime, **options)
-    backend = TritonBackend("cpu")
+    backend = TritonBackend(target=target)
     backend.prepare(scene.pools, scene.step.buffers)
     backend.begin(scene.step)
     want = torch.empty(scene.step.total_tokens, num_q_heads, v_dim, dtype=scene.dtype)
@@ -92,6 +95,40 @@ def test_every_codec_kind_and_layout_agrees(codec: str, kind: str, layout: str) 
             scene = Scene(spec, codec, **shape)
             (latent,) = scene.filled("latent")
             attend(scene, (latent,), latent, spec.kv_lora_rank, 4)
+
+
+#: Tiles of compute capability 8.0, 9.0 and 10.0.
+GPUS = {"80": replace(INTERPRETER, tile_rows=64), "90": INTERPRETER, "100": replace(INTERPRETER, tensor_memory=True)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("tokens_per_block", [16, 128])
+def test_tiles_as_large_as_a_gpu_s_agree(monkeypatch: pytest.MonkeyPatch, tokens_per_block: int, gpu: str) -> None:
+    """The interpreter multiplies exactly, for which its tiles are small; here it takes those of tensor cores."""
+    shapes = []
+
+    def choose_shape(*arguments: Any) -> launch.Shape:
+        shapes.append(launch.choose_shape(*arguments))
+        return shapes[-1]
+
+    monkeypatch.setattr(launch.AttendArguments, "products", "short")
+    monkeypatch.setattr(backend, "choose_shape", choose_shape)
+    for codec in ("bf16", "fp8", "nvfp4"):
+        for kind, heads in ((KVKind(2, 64), 10), (KVKind(1, 256), 4)):
+            for rows, lengths, lifetime in (
+                ((1, 1, 1), (1, 130, 64), FULL),
+                ((40, 3, 1), (130, 3, 70), FULL),
+                ((40, 3, 1), (130, 3, 70), Lifetime(window=50, sink_tokens=3)),
+            ):
+                scene = Scene(kind, codec, "HND", lifetime, tokens_per_block, rows, lengths)
+                k, v = scene.filled("k", "v")
+                attend(scene, (k,), v, kind.head_dim, heads, target=GPUS[gpu])
+        scene = Scene(LatentKind(512, 64), codec, rows=(20, 1), lengths=(90, 40), tokens_per_block=tokens_per_block)
+        (latent,) = scene.filled("latent")
+        attend(scene, (latent,), latent, 512, 16, target=GPUS[gpu])
+    assert {shape.block_m for shape in shapes} == {16, 32, GPUS[gpu].tile_rows}
+    assert {shape.block_n for shape in shapes} == {32, 64}
 
 
 @pytest.mark.long
