@@ -39,13 +39,6 @@ ROOT = Path(__file__).parents[2]
 REFERENCES = Path(__file__).with_name("flashinfer_references.py")
 
 
-def ours(scene: Scene, k: tuple[Any, ...], v: Any, v_dim: int, q: torch.Tensor, **options: Any) -> torch.Tensor:
-    out = torch.empty(*q.shape[:2], v_dim)
-    asked = Attention(q.shape[-1] ** -0.5, scene.lifetime, **options)
-    REFERENCE.attend(q, k, v, v_dim, scene.step, asked, out, None)
-    return out
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("codec", ["bf16", "fp8-tensor", "fp8", "nvfp4"])
 def test_a_paged_cache_decodes_to_what_we_stored(codec: str, layout: str) -> None:

@@ -97,14 +97,14 @@ def test_every_codec_kind_and_layout_agrees(codec: str, kind: str, layout: str) 
             attend(scene, (latent,), latent, spec.kv_lora_rank, 4)
 
 
-#: Tiles of compute capability 8.0, 9.0 and 10.0.
-GPUS = {"80": replace(INTERPRETER, tile_rows=64), "90": INTERPRETER, "100": replace(INTERPRETER, tensor_memory=True)}
+#: What decides about the tiles of a compute capability, interpreted.
+GPUS = {c: replace(Target.of(c, 4), interpreted=True, hardware=0) for c in (80, 90, 100)}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("tokens_per_block", [16, 128])
-def test_tiles_as_large_as_a_gpu_s_agree(monkeypatch: pytest.MonkeyPatch, tokens_per_block: int, gpu: str) -> None:
+def test_tiles_as_large_as_a_gpu_s_agree(monkeypatch: pytest.MonkeyPatch, tokens_per_block: int, gpu: int) -> None:
     """The interpreter multiplies exactly, for which its tiles are small; here it takes those of tensor cores."""
     shapes = []
 

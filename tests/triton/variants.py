@@ -178,8 +178,8 @@ def pairs(every: bool) -> Iterator[tuple[str, Run]]:
 
 def fit(given: dict[str, Any], rows: int, heads: int) -> dict[str, Any]:
     """Cut what is given for many rows and heads to those of a call."""
-    sizes = {"tree": rows, "indices": rows, "sinks": heads}
-    return {name: value[: sizes[name]] if name in sizes else value for name, value in given.items()}
+    counts = {"tree": rows, "indices": rows, "sinks": heads}
+    return {name: value[: counts[name]] if name in counts else value for name, value in given.items()}
 
 
 def asked() -> Iterator[tuple[str, Run]]:

@@ -223,10 +223,10 @@ def choose_shape(
         return Shape(block_m, block_n, tile_heads, tile_tokens, 8, 3 if deep else 2)
     long, many = call.key_width > 128, block_m == target.tile_rows
     # What is widened leaves few registers beside long keys, and beside many rows whose sums pass through registers.
-    short = narrow and (long or (many and target.tensor_memory))
-    block_n = 32 if double or short or (long and many) else 64
+    short_turns = narrow and (long or (many and target.tensor_memory))
+    block_n = 32 if double or short_turns or (long and many) else 64
     # Loads of a third turn take registers that long keys, slots and many rows of widened codes leave none.
-    full = not short and (long or sparse or (narrow and block_m > 32))
+    full = not short_turns and (long or sparse or (narrow and block_m > 32))
     num_warps, num_stages = 8 if many else 4, 2 if full else 3
     return Shape(block_m, block_n, tile_heads, tile_tokens, num_warps, num_stages, 255 if narrow and many else None)
 
